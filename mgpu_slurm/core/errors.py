@@ -68,6 +68,10 @@ class TrialPruned(SystemExit):
         self.reason = reason
 
 
+class TrialPaused(RunStopped):
+    """Raised on all ranks at a step boundary, after a checkpoint was saved, when the trial of a sweep pauses."""
+
+
 class RunMeasured(SystemExit):
     """Raised on all ranks at the last step of a run that only measures its speed.
 

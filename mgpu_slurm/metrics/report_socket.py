@@ -1,8 +1,8 @@
 """Reports of a sweep's script to the worker rank that started it, over a Unix socket.
 
 The script's rank 0 sends a line of JSON, `{"progress": 3, "metrics": {...}}`, and receives one, `{"given_up": null}`
-or the reason why the trial is pruned. A name in Linux's abstract namespace works behind launchers that close file
-descriptors.
+or the reason why the trial is pruned, with `"pause": true` if it is to pause. A name in Linux's abstract namespace
+works behind launchers that close file descriptors.
 """
 
 from __future__ import annotations
@@ -13,12 +13,26 @@ import secrets
 import selectors
 import socket
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from mgpu_slurm.job.socket_handoff import user_of
 
-PruneCallback = Callable[[int, dict[str, float]], str | None]
-"""Called on rank 0 with the progress and metrics of a report; returns why the trial is pruned, or None to continue."""
+
+@dataclass(frozen=True)
+class Verdict:
+    """What becomes of a trial after a report; by default it continues."""
+
+    prune_reason: str | None = None
+    """Why it is pruned."""
+    pauses: bool = False
+    """Whether it pauses at the next place where it can be saved."""
+
+
+CONTINUE, PAUSE = Verdict(), Verdict(pauses=True)
+
+JudgeCallback = Callable[[int, dict[str, float]], Verdict]
+"""Called on rank 0 with the progress and metrics of a report; returns what becomes of the trial."""
 
 VARIABLE = "MGPU_REPORTS"
 """Variable with the name of the socket for reports, without its leading zero byte."""
@@ -27,8 +41,8 @@ VARIABLE = "MGPU_REPORTS"
 class ReportServer:
     """The worker's side: receives reports and answers them."""
 
-    def __init__(self, prune: PruneCallback) -> None:
-        self._prune = prune
+    def __init__(self, judge: JudgeCallback) -> None:
+        self._judge = judge
         self.name = f"mgpu-{secrets.token_hex(16)}"
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._listener.bind(f"\0{self.name}")
@@ -70,7 +84,8 @@ class ReportServer:
             data = connection.recv(1 << 16)
             *lines, self._received[connection] = (self._received[connection] + data).split(b"\n")
             for report in map(json.loads, lines):
-                answer = {"given_up": self._prune(report["progress"], report["metrics"])}
+                verdict = self._judge(report["progress"], report["metrics"])
+                answer = {"given_up": verdict.prune_reason, "pause": verdict.pauses}
                 connection.sendall(f"{json.dumps(answer)}\n".encode())
         except (ConnectionError, ValueError):
             # it has ended, or does not follow the protocol
@@ -82,13 +97,13 @@ class ReportServer:
 
 
 class ReportClient:
-    """The script's side: a prune callback for `Run`."""
+    """The script's side: a callback for `Run`."""
 
     def __init__(self, name: str) -> None:
         self._name = name
         self._stream: Any = None
 
-    def __call__(self, progress: int, metrics: dict[str, float]) -> str | None:
+    def __call__(self, progress: int, metrics: dict[str, float]) -> Verdict:
         if self._stream is None:
             with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
                 connection.connect(f"\0{self._name}")
@@ -103,5 +118,5 @@ class ReportClient:
         line = self._stream.readline()
         if not line:
             raise ConnectionError("the worker that started this script is gone")
-        given_up: str | None = json.loads(line)["given_up"]
-        return given_up
+        answer = json.loads(line)
+        return Verdict(answer["given_up"], answer.get("pause", False))

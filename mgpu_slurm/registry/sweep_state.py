@@ -64,9 +64,11 @@ def _is_done(summary: SweepSummary) -> bool:
     over, trials = summary.over, summary.trials
     if _is_in_vain(summary):
         return False
+    if trials["RUNNING"] or summary.given_back or summary.promotable:
+        return False
     if over is not None:
-        return not over.failed and not trials["RUNNING"] and not summary.given_back
-    return not trials["RUNNING"] and not trials["WAITING"] and sum(trials.values()) > 0
+        return not over.failed
+    return not trials["WAITING"] and sum(trials.values()) > 0
 
 
 def _is_in_vain(summary: SweepSummary) -> bool:
@@ -123,7 +125,7 @@ def reason(workers: Sequence[RunState], summary: SweepSummary, state: str) -> st
         return f"{told}, and all of them failed"
     if _is_in_vain(summary):
         return f"{told}, and all of them were pruned{_why_pruned(summary)}"
-    left = summary.trials["RUNNING"] + summary.trials["WAITING"]
+    left = summary.trials["RUNNING"] + summary.trials["WAITING"] + summary.promotable
     how = next((worker.reason for worker in workers if worker.state != states.COMPLETED), "")
     return f"{told}, {left} unfinished{f': {how}' if how else ''}"
 

@@ -13,8 +13,15 @@ from mgpu_slurm.run_folder import records, states
 from mgpu_slurm.run_folder.layout import RunFolder
 from mgpu_slurm.run_folder.record_types import RunState, SweepSummary, TrialSummary
 
-WORDS = {"COMPLETE": "complete", "PRUNED": "pruned", "FAIL": "failed", "RUNNING": "running", "WAITING": "waiting"}
-"""Words for Optuna's states of a trial, in the order in which they are shown."""
+WORDS = {
+    "COMPLETE": "complete",
+    "PRUNED": "pruned",
+    "FAIL": "failed",
+    "PAUSED": "paused",
+    "RUNNING": "running",
+    "WAITING": "waiting",
+}
+"""Words for the states of a trial, in the order in which they are shown."""
 
 
 def lines(folder: RunFolder, workers: Sequence[RunState], room: int | None = None) -> list[str]:
@@ -28,7 +35,7 @@ def lines(folder: RunFolder, workers: Sequence[RunState], room: int | None = Non
     told = [
         f"study     {folder.run}  {state}{_why(folder.run, workers, summary, state)}",
         f"trials    {_trials(summary)}",
-        f"best      {_trial(summary, summary.best)}",
+        f"best      {_trial(summary, summary.best or summary.furthest)}",
         *(f"{'' if place else 'known':<9} {_trial(summary, trial)}" for place, trial in enumerate(summary.known)),
         *last_failure(folder, summary),
         f"spent     {_spent(folder, len(workers), summary)}",
@@ -46,7 +53,9 @@ def _why(study: str, workers: Sequence[RunState], summary: SweepSummary, state: 
     if states.is_alive(state) or state == states.COMPLETED:
         return ""
     advice = (
-        f"; continue with `{program()} resume {study}`" if summary.trials["RUNNING"] + summary.trials["WAITING"] else ""
+        f"; continue with `{program()} resume {study}`"
+        if summary.trials["RUNNING"] + summary.trials["WAITING"] + summary.promotable
+        else ""
     )
     told = reason(workers, summary, state)
     return f": {told}{'' if 'resume' in told else advice}"
@@ -54,7 +63,8 @@ def _why(study: str, workers: Sequence[RunState], summary: SweepSummary, state: 
 
 def _trials(summary: SweepSummary) -> str:
     counts = summary.trials
-    told = ", ".join(f"{counts[state]} {words}" for state, words in WORDS.items() if counts[state])
+    words = WORDS | {"PAUSED": f"paused ({', '.join(f'{count} at {at}' for at, count in summary.paused.items())})"}
+    told = ", ".join(f"{counts[state]} {told}" for state, told in words.items() if counts[state])
     return f"{sum(counts.values())}: {told}" if told else "none yet"
 
 
@@ -71,6 +81,8 @@ def _trial(summary: SweepSummary, trial: TrialSummary | None) -> str:
     if trial is None:
         return "none yet"
     how = "" if trial.state == "COMPLETE" else f", {WORDS[trial.state]}"
+    if trial.state == "PAUSED":
+        how += f" at progress {trial.progress}"
     value = "NaN" if trial.value is None else f"{trial.value:.6g}"
     return f"{summary.metric} {value}  (trial {trial.number}{how})  {parameters(trial.params)}"
 
@@ -110,7 +122,8 @@ def _left(workers: Sequence[RunState], summary: SweepSummary) -> list[str]:
     running = sum(worker.state == states.RUNNING for worker in workers)
     lengths = [trial.seconds for trial in summary.recent if trial.seconds is not None]
     left = summary.trials["WAITING"]
-    if not running or not lengths or summary.over is not None:
+    # how many paused trials will be promoted is unknown
+    if not running or not lengths or summary.over is not None or summary.trials["PAUSED"]:
         return []
     rounds = math.ceil(left / running) + (1 if summary.trials["RUNNING"] else 0) / 2
     return [f"ETA       about {duration(rounds * sum(lengths) / len(lengths))}"]

@@ -217,8 +217,8 @@ class Failure(Record):
 
 S = TypeVar("S", bound="SweepSummary")
 
-TRIAL_STATES = ("COMPLETE", "PRUNED", "FAIL", "RUNNING", "WAITING")
-"""Optuna's states of a trial."""
+TRIAL_STATES = ("COMPLETE", "PRUNED", "FAIL", "RUNNING", "WAITING", "PAUSED")
+"""Optuna's states of a trial, and that of one which waits at a rung, for which Optuna's is WAITING too."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -263,6 +263,12 @@ class SweepSummary(Record):
     """Trials with the points that the sweep file enqueues."""
     given_back: int = 0
     """Number of trials that were begun and wait to be resumed."""
+    paused: dict[str, int] = field(default_factory=dict)
+    """Number of paused trials by the progress of their rung."""
+    promotable: int = 0
+    """Number of paused trials that would be promoted if more workers came."""
+    furthest: TrialSummary | None = None
+    """While no trial is complete: the best of the paused trials that have come furthest."""
     over: SweepOver | None = None
     seconds: dict[str, tuple[int, float]] = field(default_factory=dict)
     """For `complete` and `pruned` trials: their number, and how long workers have had all of them together."""
@@ -271,7 +277,8 @@ class SweepSummary(Record):
     updated: str = ""
 
     def to_json(self) -> dict[str, Any]:
-        nested = {"best": self.best and self.best.to_json(), "over": self.over and self.over.to_json()}
+        one = {"best": self.best, "furthest": self.furthest, "over": self.over}
+        nested = {name: each and each.to_json() for name, each in one.items()}
         lists = {"known": self.known, "recent": self.recent}
         return super().to_json() | nested | {name: [each.to_json() for each in lists[name]] for name in lists}
 
@@ -281,6 +288,8 @@ class SweepSummary(Record):
         return replace(
             found,
             best=values.get("best") and TrialSummary.from_json(values["best"]),
+            furthest=values.get("furthest") and TrialSummary.from_json(values["furthest"]),
+            trials=dict.fromkeys(TRIAL_STATES, 0) | found.trials,
             known=tuple(map(TrialSummary.from_json, values.get("known") or ())),
             over=values.get("over") and SweepOver.from_json(values["over"]),
             seconds={name: (count, seconds) for name, (count, seconds) in found.seconds.items()},

@@ -254,7 +254,8 @@ def resume(folder: RunFolder, change: Change, note: Note = quiet) -> str:
             # the problem may be fixed
             studies.set_over(study, None)
         elif over is not None:
-            left, why = sum(map(studies.was_given_back, summary.own_trials(study))), f" ({over.reason})"
+            given_back = sum(studies.was_given_back(trial, sweep) for trial in summary.own_trials(study))
+            left, why = given_back + summary.promotable(study, sweep), f" ({over.reason})"
         # a worker that was killed may have recorded an end in the study, but not in this file
         summary.write(folder, study, sweep)
         starting = workers_to_start(folder, sweep, found, left)

@@ -7,6 +7,7 @@ version; its test checks that each private name exists. No other module uses one
 from __future__ import annotations
 
 import copy
+import json
 from abc import abstractmethod
 from collections.abc import Callable, Container
 from typing import Any, TypeAlias
@@ -15,7 +16,7 @@ import numpy.typing as npt
 import optuna
 from optuna.distributions import BaseDistribution
 from optuna.samplers import CmaEsSampler, TPESampler
-from optuna.samplers._tpe.sampler import default_gamma
+from optuna.samplers._tpe.sampler import _RELATIVE_PARAMS_KEY, _SYSTEM_ATTR_MAX_LENGTH, default_gamma
 from optuna.storages import JournalStorage, RDBStorage
 from optuna.storages.journal import BaseJournalBackend
 from optuna.study import Study
@@ -87,6 +88,16 @@ def read_trial(study: Study, trial: Trial | FrozenTrial) -> FrozenTrial:
 
 def set_trial_attribute(study: Study, trial: FrozenTrial, key: str, value: Any) -> None:
     study._storage.set_trial_system_attr(trial._trial_id, key, value)
+
+
+def report(study: Study, trial: FrozenTrial, progress: int, value: float) -> None:
+    """Store a value that the trial has reported; also for a study with several objectives."""
+    study._storage.set_trial_intermediate_value(trial._trial_id, progress, value)
+
+
+def end_trial(study: Study, trial: FrozenTrial, state: TrialState, value: float) -> None:
+    """End a trial with its value."""
+    study._storage.set_trial_state_values(trial._trial_id, state, [value])
 
 
 def set_trial_state(study: Study, trial: FrozenTrial, state: TrialState) -> bool:
@@ -171,6 +182,26 @@ class WeightedTpe(TPESampler):
         """Limit the number of best trials, from which TPE draws."""
         asked = vars(self).setdefault("_asked_gamma", self._gamma or default_gamma)
         self._gamma = lambda count: min(asked(count), limit)
+
+    def draw(self, study: Any, trial: FrozenTrial, search_space: dict[str, BaseDistribution]) -> dict[str, Any]:
+        """Return values for these parameters, drawn together, whatever the number of trials."""
+        return self._sample(study, trial, search_space)
+
+    def parameters_of(self, study: Any, trial: FrozenTrial) -> dict[str, Any]:
+        """Return the parameters of a trial, also those that its worker has drawn and not stored one by one yet."""
+        return self._get_params(trial, study)
+
+    def random_numbers(self) -> Any:
+        """Return the sampler's generator, a `numpy.random.RandomState`."""
+        return self._rng.rng
+
+    @staticmethod
+    def share(study: Any, trial: FrozenTrial, params: dict[str, Any]) -> None:
+        """Store drawn parameters where the samplers of other workers look for them."""
+        text, longest = json.dumps(params), _SYSTEM_ATTR_MAX_LENGTH
+        for place, start in enumerate(range(0, len(text), longest)):
+            key = f"{_RELATIVE_PARAMS_KEY}:{place}"
+            study._storage.set_trial_system_attr(trial._trial_id, key, text[start : start + longest])
 
     def density(self, study: Study, search_space: dict[str, BaseDistribution], trials: list[FrozenTrial]) -> Density:
         """Return the density of the trials' parameters."""

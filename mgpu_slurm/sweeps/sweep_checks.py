@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from mgpu_slurm.core.errors import UserError
 from mgpu_slurm.core.formatting import program
 from mgpu_slurm.request.config import Config
@@ -12,6 +14,7 @@ from mgpu_slurm.sweeps.search import space as spaces
 from mgpu_slurm.sweeps.search import sweep_options
 from mgpu_slurm.sweeps.search.space import Space
 from mgpu_slurm.sweeps.search.sweep_file import Sweep
+from mgpu_slurm.sweeps.search.sweep_options import Pruner
 
 _PROGRESS_KEYS = ("epochs", "max_epochs", "num_epochs", "n_epochs")
 """Usual config keys for the number of epochs, which is the progress that most jobs report."""
@@ -22,7 +25,7 @@ def check_classes(sweep: Sweep) -> None:
     if sweep.sampler.name in sweep_options.SAMPLERS or sweep.sampler.name.startswith("optuna."):
         construction.sampler_of(sweep.sampler, worker=0)
     if sweep.pruner.name in sweep_options.PRUNERS or sweep.pruner.name.startswith("optuna."):
-        construction.pruner_of(sweep.pruner)
+        construction.scheduler_of(sweep.pruner, sweep.direction)
 
 
 def check_resource(sweep: Sweep, config: Config) -> None:
@@ -59,6 +62,8 @@ def refuse_differences(old: Sweep, new: Sweep) -> None:
         told.append("space: only one of them is a function")
     if (old.sampler.name == "grid") != (new.sampler.name == "grid"):
         told.append(f"sampler was {old.sampler.name} and is {new.sampler.name}")
+    if old.pruner != new.pruner and (old.pruner.pauses or new.pruner.pauses) and _steps(old) != _steps(new):
+        told.append(f"pruner was {old.pruner.words} and is {new.pruner.words}")
     for name in ("job", "command", "metric", "direction", "fixed", "storage", "warm_start", "stage"):
         before, now = getattr(old, name), getattr(new, name)
         if before != now:
@@ -70,6 +75,11 @@ def refuse_differences(old: Sweep, new: Sweep) -> None:
             f"study {new.study!r} exists, and this file differs from it: {'; '.join(told)}:"
             " undo the change, or choose another name for the new study (study=NAME)"
         )
+
+
+def _steps(sweep: Sweep) -> Pruner:
+    """Return what paused trials depend on: the rungs, and which trials are compared."""
+    return replace(sweep.pruner, keep_gb=None)
 
 
 def refuse_other_places(spec: Spec, executor: str, cluster: str | None) -> None:

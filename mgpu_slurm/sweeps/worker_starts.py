@@ -38,7 +38,9 @@ def settled(folder: RunFolder, note: Note) -> Found:
 
 def waiting_trials(study: optuna.Study, sweep: Sweep) -> int | None:
     """Return how many trials wait for a worker; None for as many as the budget allows."""
-    return None if sweep.trials is None else summary.counts(summary.own_trials(study), sweep)["WAITING"]
+    if sweep.trials is None:
+        return None
+    return summary.counts(summary.own_trials(study), sweep)["WAITING"] + summary.promotable(study, sweep)
 
 
 def workers_to_start(folder: RunFolder, sweep: Sweep, found: Found, left: int | None) -> list[RunFolder]:

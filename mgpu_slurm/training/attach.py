@@ -71,14 +71,15 @@ def _make() -> Run:
     lead = os.environ.get(LEAD_SECONDS_VARIABLE) if _is_the_run() else None
     stop.watch_signals(PART_OF_LEAD * float(lead) if lead else None, _leave_at_last)
     attempt = int(os.environ.get(ATTEMPT_VARIABLE, "1"))
-    if _is_the_run():
-        atexit.register(_request_requeue, stop, attempt)
+    submitted = _submitted()
+    if submitted is not None:
+        atexit.register(_request_requeue, stop, submitted, attempt)
     shared = None
     if facts.world_size > 1 and not dist.is_initialized():
         shared = rendezvous.join(facts, device)
         atexit.register(_destroy_group)
     address = os.environ.get(report_socket.VARIABLE)
-    prune = None if address is None else report_socket.ReportClient(address)
+    judge = None if address is None else report_socket.ReportClient(address)
     options = Parallelism(**json.loads(os.environ.get(parallelism.VARIABLE, "{}")))
     run = Run(
         facts,
@@ -86,7 +87,7 @@ def _make() -> Run:
         device,
         attempt,
         stop,
-        prune=prune,
+        judge=judge,
         watchdog=_watchdog_of(facts, attempt),
         layout=options.layout(facts.world_size, facts.local_world_size),
     )
@@ -124,10 +125,10 @@ def _is_the_run() -> bool:
     return RUN_VARIABLE in os.environ and TRIAL_VARIABLE not in os.environ
 
 
-def _request_requeue(stop: StopFlag, attempt: int) -> None:
-    """Request the requeue in a file: a shell or launcher around this script may exit with another code."""
+def _request_requeue(stop: StopFlag, folder: RunFolder, attempt: int) -> None:
+    """Request the restart in a file: a shell or launcher around this script may exit with another code."""
     if stop.will_restart:
-        request_requeue(RunFolder(Path(os.environ[RUN_VARIABLE])), attempt)
+        request_requeue(folder, attempt)
 
 
 def _leave_at_last() -> None:
@@ -139,9 +140,9 @@ def _leave_at_last() -> None:
 
 
 def _folder(facts: RankInfo) -> Path:
-    for variable in (TRIAL_VARIABLE, RUN_VARIABLE):
-        if variable in os.environ:
-            return Path(os.environ[variable])
+    submitted = _submitted()
+    if submitted is not None:
+        return submitted.path
     script = Path(sys.argv[0]).stem or "python"
     name = f"{script}-attached-{datetime.now():%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
     if facts.world_size > 1:
@@ -149,6 +150,14 @@ def _folder(facts: RankInfo) -> Path:
     folder = layout.runs_root() / name
     folder.mkdir(parents=True, exist_ok=True)
     return folder
+
+
+def _submitted() -> RunFolder | None:
+    """Return the folder of the trial or run that this script is; None if it was started by hand."""
+    for variable in (TRIAL_VARIABLE, RUN_VARIABLE):
+        if variable in os.environ:
+            return RunFolder(Path(os.environ[variable]))
+    return None
 
 
 def _name_from_rank0(name: str, facts: RankInfo) -> str:

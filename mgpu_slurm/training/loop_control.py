@@ -13,7 +13,7 @@ from mgpu_slurm.checkpoints.rank_record import ProgressRecord
 from mgpu_slurm.checkpoints.saver import Saver
 from mgpu_slurm.checkpoints.train_state import Keeper, Restored
 from mgpu_slurm.core import log_lines
-from mgpu_slurm.core.errors import RunStopped, UserError
+from mgpu_slurm.core.errors import RunStopped, TrialPaused, UserError
 from mgpu_slurm.data import randomness
 from mgpu_slurm.data.loader_positions import LoaderPlace
 from mgpu_slurm.data.loaders import Loader
@@ -54,6 +54,8 @@ class LoopControl:
         self._collectives = collectives
         self._alive = alive
         self._agreed = Agreed()
+        self._pauses = False
+        """Whether the trial of a sweep pauses at the next boundary; the same on all ranks."""
         self._evaluates, self._has_evaluated = True, False
         """Whether an evaluation may follow this pass, which is unknown in the first one; and whether there was any."""
         self._last_place: int | None = None
@@ -240,7 +242,7 @@ class LoopControl:
 
     def _is_wanted(self) -> bool:
         """Return whether a save or a stop is requested at the next boundary."""
-        if self.save_wanted or self._agreed.save or self.saver.is_due_at(self._position.step):
+        if self.save_wanted or self._agreed.save or self._pauses or self.saver.is_due_at(self._position.step):
             return True
         return self.keeps and (self.stop.due is not Stop.NO or self.saver.is_due_now())
 
@@ -255,6 +257,19 @@ class LoopControl:
         return (
             "the loop is not over a run.loader that was passed to run.restore, nor has an epoch of state.epochs ended"
         )
+
+    def pause(self) -> None:
+        """Pause the trial of a sweep at the next boundary. Every rank must call it.
+
+        Raises:
+            UserError: the job could not continue after a pause.
+        """
+        if not self.keeps:
+            raise UserError(
+                "the job does not call run.restore, so that a paused trial could not continue: call it, or set `pause:"
+                " false` in the sweep's pruner"
+            )
+        self._pauses = True
 
     def reported(self) -> None:
         """Act after a report: the only boundary in many custom loops that save nothing."""
@@ -314,13 +329,17 @@ class LoopControl:
         """
         self.stop.is_at_boundary = self._agreed.stop is not Stop.NO
         self._overdue.at_boundary()
-        if self.keeps and (save or self._agreed.save or self._agreed.stop is not Stop.NO):
+        if self.keeps and (save or self._agreed.save or self._leaves):
             self.saver.save(*self._moment(in_pass))
         # checked again: a stop may have been agreed while waiting for the previous checkpoint
-        if wait or self._agreed.stop is not Stop.NO:
+        if wait or self._leaves:
             self.saver.finish()
         self._agreed = replace(self._agreed, save=False)
         self._leave()
+
+    @property
+    def _leaves(self) -> bool:
+        return self._pauses or self._agreed.stop is not Stop.NO
 
     def _moment(self, in_pass: bool) -> tuple[ProgressRecord, StateDict]:
         """Return the progress of the run, and this rank's own state."""
@@ -339,6 +358,11 @@ class LoopControl:
             _stop(REQUEUE_EXIT_CODE, f"the time limit is near: stopped at step {step}")
         if self._agreed.stop is Stop.END:
             _stop(TERMINATED_EXIT_CODE, f"asked to end: stopped at step {step}")
+        if self._pauses:
+            self.stop.will_restart = True
+            reason = f"paused at step {step}"
+            log_lines.say(reason)
+            raise TrialPaused(REQUEUE_EXIT_CODE, reason)
 
 
 def _nothing() -> None:

@@ -11,7 +11,7 @@ from mgpu_slurm.checkpoints.train_state import Keeper
 from mgpu_slurm.core import log_lines
 from mgpu_slurm.data.batch_cutting import MicroBatchSize
 from mgpu_slurm.data.batch_weights import BatchWeights
-from mgpu_slurm.metrics.report_socket import PruneCallback
+from mgpu_slurm.metrics.report_socket import JudgeCallback
 from mgpu_slurm.metrics.reporter import Reporter
 from mgpu_slurm.rank import rank_info
 from mgpu_slurm.rank.collectives import Collectives
@@ -50,7 +50,7 @@ class Parts:
         attempt: int,
         stop: StopFlag,
         collectives: Collectives | None,
-        prune: PruneCallback | None,
+        judge: JudgeCallback | None,
         watchdog: Watchdog | None,
         layout: Layout,
     ) -> None:
@@ -92,7 +92,7 @@ class Parts:
         )
         self.reporting = Reporting(
             self.reporter,
-            prune,
+            judge,
             self.position,
             self.loop_control,
             self.collectives,

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import SupportsIndex
 
 from mgpu_slurm.core import log_lines
 from mgpu_slurm.core.errors import TrialPruned, UserError
 from mgpu_slurm.data.batch_cutting import MicroBatchSize
-from mgpu_slurm.metrics.report_socket import PruneCallback
+from mgpu_slurm.metrics.report_socket import JudgeCallback, Verdict
 from mgpu_slurm.metrics.reporter import Reporter, as_numbers
 from mgpu_slurm.rank.collectives import Collectives
 from mgpu_slurm.rank.step_sync import Call
@@ -25,7 +26,7 @@ class Reporting:
     def __init__(
         self,
         reporter: Reporter | None,
-        prune: PruneCallback | None,
+        judge: JudgeCallback | None,
         position: Position,
         loop_control: LoopControl,
         collectives: Collectives,
@@ -35,14 +36,14 @@ class Reporting:
         """
         Args:
             reporter: writes what is reported, on rank 0.
-            prune: decides after each report whether the trial is pruned.
+            judge: decides after each report whether the trial of a sweep continues.
             instruments: measure this rank's steps.
             size: the most samples that this rank computes at once.
         """
         self._instruments = instruments
         self._size = size
         self._reporter = reporter
-        self._prune = prune
+        self._judge = judge
         self._position = position
         self._loop_control = loop_control
         self._collectives = collectives
@@ -66,17 +67,21 @@ class Reporting:
         position.progress, position.metrics = progress, numbers
         if self._reporter is not None:
             self._reporter.report(progress, position.step, numbers, self._curves(ranks))
-        if self._prune is not None:
-            self._prune_if_told(self._prune)
+        if self._judge is not None:
+            self._obey(self._judge)
         self._loop_control.reported()
 
     def _curves(self, ranks: Sequence[Interval]) -> dict[str, float]:
         found = self._instruments.curves(ranks)
         return found | {"memory/micro_batch": float(self._size.limit)} if found and self._size.limit else found
 
-    def _prune_if_told(self, prune: PruneCallback) -> None:
-        """Ask on rank 0, and end the trial on all ranks if it is pruned."""
-        reason = self._collectives.broadcast_from_rank0(lambda: prune(self._position.progress, self._position.metrics))
+    def _obey(self, judge: JudgeCallback) -> None:
+        """Ask on rank 0 what becomes of the trial, and end it on all ranks if it is pruned."""
+        progress, metrics = self._position.progress, self._position.metrics
+        verdict = Verdict(**self._collectives.broadcast_from_rank0(lambda: asdict(judge(progress, metrics))))
+        if verdict.pauses:
+            self._loop_control.pause()
+        reason = verdict.prune_reason
         if reason is not None:
             log_lines.say(f"{reason}: stopped at progress {self._position.progress}")
             self._loop_control.saver.finish()

@@ -15,7 +15,7 @@ from mgpu_slurm.core.errors import UserError
 from mgpu_slurm.data import randomness
 from mgpu_slurm.data.evaluation import Shard, StreamShard
 from mgpu_slurm.data.loaders import Loader
-from mgpu_slurm.metrics.report_socket import PruneCallback
+from mgpu_slurm.metrics.report_socket import JudgeCallback
 from mgpu_slurm.rank.collectives import Collectives
 from mgpu_slurm.rank.rank_info import RankInfo, own_devices
 from mgpu_slurm.rank.signals import StopFlag
@@ -46,14 +46,14 @@ class Run:
         attempt: int,
         stop: StopFlag,
         collectives: Collectives | None = None,
-        prune: PruneCallback | None = None,
+        judge: JudgeCallback | None = None,
         watchdog: Watchdog | None = None,
         layout: Layout | None = None,
     ) -> None:
         """
         Args:
             collectives: that of the previous run, if this process has had one.
-            prune: decides after each report whether the trial is pruned.
+            judge: decides after each report whether the trial of a sweep continues.
             watchdog: ends this rank if it makes no progress.
             layout: how the ranks share models; None for a copy on each.
         """
@@ -69,7 +69,7 @@ class Run:
         self.attempt = attempt
         self._layout = layout or Layout(replicas=facts.world_size)
         self._parts = parts = Parts(
-            facts, RunFolder(folder), device, self.devices, attempt, stop, collectives, prune, watchdog, self._layout
+            facts, RunFolder(folder), device, self.devices, attempt, stop, collectives, judge, watchdog, self._layout
         )
         self._collectives, self._position, self._loop_control = parts.collectives, parts.position, parts.loop_control
         self._saver, self._steps = parts.loop_control.saver, parts.steps

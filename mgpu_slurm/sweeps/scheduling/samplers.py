@@ -86,18 +86,23 @@ class _LearnsFromFailures(BaseSampler):
         return study if isinstance(study, StudyView) else StudyView(study, lambda trials: self._with_bad(study, trials))
 
     def _with_bad(self, study: Study, trials: list[FrozenTrial]) -> list[FrozenTrial]:
+        bad = self.own_failures(study, trials)
+        return self._as_worst(trials, bad, study.direction) if bad else trials
+
+    @staticmethod
+    def own_failures(study: Study, trials: Sequence[FrozenTrial]) -> set[int]:
+        """Return the numbers of the trials that failed by their own code or value, not because of a broken node."""
         bad = {trial.number for trial in trials if OWN_FAULT in trial.system_attrs and trial.state.is_finished()}
-        if not bad:
-            return trials
-        bad -= _innocent(trials, optuna_adapter.study_attributes(study))
-        return self._as_worst(trials, bad, study.direction)
+        return bad - _innocent(trials, optuna_adapter.study_attributes(study)) if bad else bad
 
     def _as_worst(self, trials: Sequence[FrozenTrial], bad: set[int], direction: StudyDirection) -> list[FrozenTrial]:
         """Return the trials, with those in `bad` made worse than all others."""
         raise NotImplementedError
 
 
-class _Tpe(_LearnsFromFailures, WeightedTpe):
+class LearningTpe(_LearnsFromFailures, WeightedTpe):
+    """TPE that learns from failures too."""
+
     _odds: tuple[Density, Density] | None = None
     """Densities of the trials with a value and of the bad trials, weighted by their counts."""
 
@@ -161,7 +166,7 @@ class _Cmaes(_ByValue, TextCmaEs):
         return optimizers.from_text(text)
 
 
-_LEARNING: dict[type, type] = {TPESampler: _Tpe, GPSampler: _Gp, CmaEsSampler: _Cmaes}
+_LEARNING: dict[type, type] = {TPESampler: LearningTpe, GPSampler: _Gp, CmaEsSampler: _Cmaes}
 
 
 def has_failed(trial: FrozenTrial) -> bool:

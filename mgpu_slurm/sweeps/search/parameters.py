@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeGuard
 from mgpu_slurm.core.errors import UserError
 
 if TYPE_CHECKING:
+    from optuna.distributions import BaseDistribution
     from optuna.trial import BaseTrial
 
 _SOMEWHERE = 0.381966
@@ -32,6 +33,20 @@ class Parameter(ABC):
     @abstractmethod
     def suggest(self, trial: BaseTrial) -> Any:
         """Return a value chosen by the study's sampler."""
+
+    @property
+    @abstractmethod
+    def distribution(self) -> BaseDistribution:
+        """What the study's sampler chooses from: values in their form in the study."""
+
+    @property
+    def only_value(self) -> Any:
+        """The value, in its form in the study, of a parameter that has only one."""
+        return label(self.ends()[0])
+
+    def place(self, kept: Any) -> Any:
+        """Return what identifies a value among all values, from its form in the study."""
+        return kept
 
     @abstractmethod
     def takes(self, value: Any) -> bool:
@@ -78,6 +93,16 @@ class Float(Parameter):
     def suggest(self, trial: BaseTrial) -> float:
         return trial.suggest_float(self.name, self.low, self.high, log=self.log, step=self.step)
 
+    @property
+    def distribution(self) -> BaseDistribution:
+        from optuna.distributions import FloatDistribution
+
+        return FloatDistribution(self.low, self.high, log=self.log, step=self.step)
+
+    def place(self, kept: float) -> float:
+        """Return the number of steps above the lower end, as sums of steps are not exact; without steps, the value."""
+        return kept if self.step is None else round((kept - self.low) / self.step)
+
     def points(self) -> Sequence[float]:
         if self.step is None:
             raise UserError(
@@ -116,6 +141,12 @@ class Int(Parameter):
     def suggest(self, trial: BaseTrial) -> int:
         return trial.suggest_int(self.name, self.low, self.high, log=self.log, step=self.step)
 
+    @property
+    def distribution(self) -> BaseDistribution:
+        from optuna.distributions import IntDistribution
+
+        return IntDistribution(self.low, self.high, log=self.log, step=self.step)
+
     def points(self) -> Sequence[int]:
         return range(self.low, self.high + 1, self.step)
 
@@ -138,6 +169,12 @@ class Choice(Parameter):
 
     def suggest(self, trial: BaseTrial) -> Any:
         return self.restored(trial.suggest_categorical(self.name, [label(value) for value in self.values]))
+
+    @property
+    def distribution(self) -> BaseDistribution:
+        from optuna.distributions import CategoricalDistribution
+
+        return CategoricalDistribution([label(value) for value in self.values])
 
     def restored(self, kept: Any) -> Any:
         return next(value for value in self.values if label(value) == kept)

@@ -24,6 +24,8 @@ from mgpu_slurm.sweeps.search.trial_command import check_takes, parse_command, p
 
 _IS_AN_ERROR = re.compile(r"loss|err|perplexity|(^|_)(ppl|nll|mse|mae|rmse|bpc|wer|cer)($|_)")
 
+_SAMPLERS_WITH_PAUSES = ("tpe", "random", "grid")
+
 _DATABASE = re.compile(r"(postgresql|mysql|mariadb)(\+\w+)?://")
 _VARIABLE = re.compile(r"\$\{\w+\}")
 _PASSWORD_OPTION = re.compile(r"[?&](?:password|passwd)=([^&]*)")
@@ -80,10 +82,22 @@ class Sweep:
             f"metric    {self.metric}, to {self.direction}",
             f"sampler   {self.sampler.words}",
             f"pruner    {self.pruner.words}",
+            *self._too_few(),
             f"trials    {trials}{f', {len(self.enqueue)} of them enqueued' if self.enqueue else ''}",
             *([f"knows     the trials of study {self.warm_start}"] if self.warm_start else []),
             f"workers   {self.workers}",
             *([f"budget    {words}"] if (words := self.budget.words(self.metric)) else []),
+        ]
+
+    def _too_few(self) -> list[str]:
+        """Return a warning if no trial may become complete by its rank."""
+        rungs, factor = self.pruner.rungs, self.pruner.reduction_factor
+        needed = factor ** (len(rungs) - 1)
+        if not rungs or self.trials is None or self.trials >= needed:
+            return []
+        return [
+            f"warning   {self.trials} trials are too few for {len(rungs)} rungs, where one of {needed} is trained to"
+            " the end: raise trials, or set budget.gpu_hours instead"
         ]
 
 
@@ -201,6 +215,11 @@ def _checked(keys: _Keys, source: str) -> Sweep:
     )
     _check_names(made)
     _check_points(made)
+    if made.pruner.pauses and made.sampler.name not in _SAMPLERS_WITH_PAUSES:
+        raise UserError(
+            f"sampler {made.sampler.name}: it learns from ended trials only, and would draw at random while trials are"
+            f" paused: choose {', '.join(_SAMPLERS_WITH_PAUSES)}, or set `pause: false` in the pruner"
+        )
     return made
 
 

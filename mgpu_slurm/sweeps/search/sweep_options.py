@@ -7,9 +7,17 @@ from dataclasses import dataclass, field
 
 from mgpu_slurm.core.errors import UserError, nearest
 from mgpu_slurm.request.config import Config
+from mgpu_slurm.sweeps.scheduling.halving import HEDGE_RUNGS
+from mgpu_slurm.sweeps.scheduling.rungs import rungs_of
 
 SAMPLERS = ["tpe", "random", "grid", "gp", "cmaes"]
-PRUNERS = ["none", "median", "hyperband"]
+PRUNERS = ["none", "median", "hyperband", "asha"]
+_BY_RUNG = ("hyperband", "asha")
+
+_LEVEL_FACTOR = 3
+"""Ratio of the progress values at which `tpe` compares trials, if the pruner has no rungs."""
+
+_HIGHEST_LEVEL = 10**9
 
 _CLASS = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
 
@@ -49,9 +57,15 @@ class Pruner:
     min_resource: int = 1
     """Progress before which no trial is pruned."""
     max_resource: int | None = None
-    """Progress of a complete trial; hyperband's brackets follow from it."""
+    """Progress of a complete trial; the rungs of hyperband and asha follow from it."""
     reduction_factor: int = 3
-    """For hyperband: one of this many trials is promoted at each rung."""
+    """For hyperband and asha: one of this many trials is promoted at each rung."""
+    pause: bool = True
+    """For asha: pause trials at their rung, to continue the best of them later; if False, prune them."""
+    hedge: bool = True
+    """For asha: compare every eighth trial first at a higher rung, in case low rungs mislead."""
+    keep_gb: float | None = None
+    """For asha: how many gigabytes of checkpoints paused trials may keep; the least promising is pruned first."""
     startup_trials: int = 5
     """For median: number of complete trials before pruning starts."""
     options: Config = field(default_factory=dict)
@@ -67,10 +81,33 @@ class Pruner:
             raise UserError(f"reduction_factor {self.reduction_factor}: expected at least 2")
         if self.startup_trials < 0:
             raise UserError(f"startup_trials {self.startup_trials}: expected 0 or more")
-        if self.name == "hyperband" and self.max_resource is None:
-            raise UserError("hyperband needs max_resource: the progress of a complete trial, such as its epochs")
+        if self.name in _BY_RUNG and self.max_resource is None:
+            raise UserError(f"{self.name} needs max_resource: the progress of a complete trial, such as its epochs")
+        if self.name != "asha" and (self.pause, self.hedge, self.keep_gb) != (True, True, None):
+            raise UserError(f"pause, hedge and keep_gb are keys of asha, not of {self.name}: remove them")
+        if self.keep_gb is not None and (self.keep_gb <= 0 or not self.pause):
+            raise UserError(f"keep_gb {self.keep_gb:g}: expected more than 0, and pause: true")
         if self.max_resource is not None and self.max_resource <= self.min_resource:
             raise UserError(f"max_resource {self.max_resource}: expected more than min_resource {self.min_resource}")
+
+    @property
+    def pauses(self) -> bool:
+        """Whether trials may pause."""
+        return self.name == "asha" and self.pause
+
+    @property
+    def rungs(self) -> tuple[int, ...]:
+        """Progress values at which trials are compared, ascending; empty for pruners without rungs."""
+        if self.name not in _BY_RUNG or self.max_resource is None:
+            return ()
+        return rungs_of(self.min_resource, self.max_resource, self.reduction_factor)
+
+    @property
+    def levels(self) -> tuple[int, ...]:
+        """Progress values at which `tpe` compares trials, ascending; empty if only the final value counts."""
+        if self.name == "none" or self.rungs:
+            return self.rungs
+        return rungs_of(self.min_resource, self.max_resource or _HIGHEST_LEVEL, _LEVEL_FACTOR)
 
     @property
     def words(self) -> str:
@@ -78,10 +115,17 @@ class Pruner:
             return "none"
         if self.name == "median":
             return f"median, from progress {self.min_resource} on, after {self.startup_trials} complete trials"
-        if self.name != "hyperband":
+        if self.name not in _BY_RUNG:
             told = ", ".join(f"{key} {value}" for key, value in self.options.items())
             return f"{self.name} ({told})" if told else self.name
-        return f"hyperband, progress {self.min_resource} to {self.max_resource}, factor {self.reduction_factor}"
+        told = f"{self.name}, progress {self.min_resource} to {self.max_resource}, factor {self.reduction_factor}"
+        if self.name == "asha":
+            told += (
+                ", pausing" + (", hedged" if self.hedge and len(self.rungs) >= HEDGE_RUNGS else "")
+                if self.pause
+                else ", without pauses"
+            )
+        return told + (f", checkpoints of at most {self.keep_gb:g} GB" if self.keep_gb is not None else "")
 
 
 @dataclass(frozen=True)

@@ -35,14 +35,20 @@ class Best:
     config: Config
     """The complete config of the job."""
     folder: str
+    state: str
+    """Empty for a complete trial; else how far it has come."""
     command: str
     """Command to train it again: for a shell, or for Python if the job is a function defined interactively."""
+
+    @property
+    def _state(self) -> str:
+        return f", {self.state}" if self.state else ""
 
     def lines(self) -> list[str]:
         """Return a description for people."""
         width = max(9, *(len(name) for name in self.params)) if self.params else 9
         return [
-            f"{'best':<{width}} {self.metric} {self.value!r}, trial {self.number} of study {self.study}",
+            f"{'best':<{width}} {self.metric} {self.value!r}, trial {self.number} of study {self.study}{self._state}",
             *(f"{name:<{width}} {_text(value)}" for name, value in self.params.items()),
             f"{'folder':<{width}} {self.folder}",
             f"{'again':<{width}} {self.command}",
@@ -57,7 +63,8 @@ def best(folder: RunFolder) -> Best:
     """
     if not sweep_state.is_sweep(folder):
         raise UserError(f"{folder.run} is not a sweep: name a study, see `{program()} status`")
-    found = sweep_state.summary_of(folder).best
+    summary = sweep_state.summary_of(folder)
+    found = summary.best or summary.furthest
     if found is None or found.value is None:
         raise UserError(f"study {folder.run}: no trial is complete yet: see `{program()} status {folder.run}`")
     sweep = sweep_file.load(folder.sweep)
@@ -72,6 +79,7 @@ def best(folder: RunFolder) -> Best:
         params=found.params,
         config=config,
         folder=str(trial.path),
+        state="" if summary.best else f"at progress {found.progress} of {sweep.pruner.max_resource}, paused",
         command=_command(folder, sweep, trial, config),
     )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from optuna.study import Study
@@ -14,10 +15,12 @@ from mgpu_slurm.run_folder.layout import RunFolder
 from mgpu_slurm.run_folder.record_types import SweepSummary, TrialSummary
 from mgpu_slurm.run_folder.records import now
 from mgpu_slurm.sweeps.optuna_adapter import FIXED_PARAMS
+from mgpu_slurm.sweeps.scheduling.construction import scheduler_of
 from mgpu_slurm.sweeps.search.parameters import Values
 from mgpu_slurm.sweeps.search.space import Space
 from mgpu_slurm.sweeps.search.sweep_file import Sweep
 from mgpu_slurm.sweeps.study import trial_queue as studies
+from mgpu_slurm.sweeps.study.snapshots import ORIGIN, SECONDS, Snapshots, is_paused, until_of
 
 RECENT = 50
 """Number of recently ended trials listed in `summary.json`."""
@@ -27,7 +30,7 @@ _ENDED = (TrialState.COMPLETE, TrialState.PRUNED, TrialState.FAIL)
 
 def own_trials(study: Study) -> list[FrozenTrial]:
     """Return the study's trials without those copied from an earlier study."""
-    return [trial for trial in study.get_trials(deepcopy=False) if studies.ORIGIN not in trial.system_attrs]
+    return [trial for trial in study.get_trials(deepcopy=False) if ORIGIN not in trial.system_attrs]
 
 
 def ranked(trials: Iterable[FrozenTrial], direction: str) -> list[FrozenTrial]:
@@ -47,12 +50,26 @@ def _value(trial: FrozenTrial) -> float:
 
 
 def counts(trials: Sequence[FrozenTrial], sweep: Sweep) -> dict[str, int]:
-    """Return the number of trials in each of Optuna's states; those that have not begun count as waiting."""
-    found = {state.name: 0 for state in TrialState}
+    """Return the number of trials in each of Optuna's states, and of paused ones; those that have not begun are
+    waiting."""
+    found = {state.name: 0 for state in TrialState} | {"PAUSED": 0}
     for trial in trials:
-        found[trial.state.name] += 1
+        found[_state(trial, sweep)] += 1
     found["WAITING"] += max(0, (sweep.trials or 0) - len(trials))
     return found
+
+
+def _state(trial: FrozenTrial, sweep: Sweep) -> str:
+    return "PAUSED" if is_paused(trial, sweep.pruner) else trial.state.name
+
+
+def promotable(study: Study, sweep: Sweep) -> int:
+    """Return how many paused trials the scheduler would promote if more workers came."""
+    if not sweep.pruner.pauses:
+        return 0
+    scheduler = scheduler_of(sweep.pruner, sweep.direction)
+    is_over = studies.why_over(study) is not None
+    return scheduler.promotable(Snapshots(study, scheduler).take(sweep.trials, is_over))
 
 
 def summarize(study: Study, sweep: Sweep) -> SweepSummary:
@@ -67,12 +84,34 @@ def summarize(study: Study, sweep: Sweep) -> SweepSummary:
         trials=counts(trials, sweep),
         best=None if best is None else _described(best, sweep),
         known=tuple(_described(trial, sweep) for trial in trials if _is_known_point(trial, sweep)),
-        given_back=sum(map(studies.was_given_back, trials)),
+        given_back=sum(studies.was_given_back(trial, sweep) for trial in trials),
+        paused=_paused(trials, sweep),
+        promotable=promotable(study, sweep),
+        furthest=None if best is not None else _furthest(trials, sweep),
         over=studies.why_over(study),
         seconds={"complete": _seconds(trials, TrialState.COMPLETE), "pruned": _seconds(trials, TrialState.PRUNED)},
         recent=tuple(_described(trial, sweep) for trial in ended[-RECENT:]),
         updated=now(),
     )
+
+
+def _paused(trials: Iterable[FrozenTrial], sweep: Sweep) -> dict[str, int]:
+    """Return the number of paused trials by the progress of their rung."""
+    found = Counter(until_of(trial) for trial in trials if is_paused(trial, sweep.pruner))
+    return {str(sweep.pruner.rungs[rung]): found[rung] for rung in sorted(found)}
+
+
+def _furthest(trials: Iterable[FrozenTrial], sweep: Sweep) -> TrialSummary | None:
+    """Return the best of the paused trials that have come furthest."""
+    sign = -1 if sweep.direction == "maximize" else 1
+    paused = [trial for trial in trials if is_paused(trial, sweep.pruner)]
+    rank = {trial.number: (-until_of(trial), sign * _last(trial), trial.number) for trial in paused}
+    found = min(paused, key=lambda trial: rank[trial.number], default=None)
+    return None if found is None else _described(found, sweep)
+
+
+def _last(trial: FrozenTrial) -> float:
+    return trial.intermediate_values[max(trial.intermediate_values)]
 
 
 def write(folder: RunFolder, study: Study, sweep: Sweep) -> None:
@@ -94,7 +133,7 @@ def _described(trial: FrozenTrial, sweep: Sweep) -> TrialSummary:
         value = trial.intermediate_values[last]
     return TrialSummary(
         number=trial.number,
-        state=trial.state.name,
+        state=_state(trial, sweep),
         value=value if value is None or math.isfinite(value) else None,
         progress=last,
         params=parameters(trial, sweep),
@@ -112,7 +151,7 @@ def _length(trial: FrozenTrial) -> float | None:
     """Return the seconds for which workers have had the trial; None if it has not ended."""
     if trial.datetime_start is None or trial.datetime_complete is None:
         return None
-    before: float = trial.system_attrs.get(studies.SECONDS, 0.0)
+    before: float = trial.system_attrs.get(SECONDS, 0.0)
     return before + (trial.datetime_complete - trial.datetime_start).total_seconds()
 
 

@@ -1,13 +1,14 @@
 """The study of a sweep, and the queue of its trials.
 
-A worker takes a waiting trial, which only one worker can do, or begins the next one. A lock on a file that all workers
-share keeps the number of trials within the sweep's limit, even if several workers begin one at the same moment.
-Parameters are chosen when a trial begins. A trial that is given back keeps its number, its parameters and its reports.
+A worker takes a trial that was given back, which only one worker can do. Else it does what the scheduler says, under a
+lock on a file that all workers share: promote a paused trial, or begin the next one. So no trial is promoted twice, and
+there are never more trials than the sweep's limit. Parameters are chosen when a trial begins. A trial that is given
+back or paused keeps its number, its parameters and its reports.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass
 from datetime import datetime
@@ -16,6 +17,8 @@ from typing import Any
 
 import optuna
 from optuna.exceptions import UpdateFinishedTrialError
+from optuna.pruners import NopPruner
+from optuna.samplers import BaseSampler
 from optuna.study import Study
 from optuna.trial import FrozenTrial, Trial, TrialState, create_trial
 
@@ -25,11 +28,14 @@ from mgpu_slurm.run_folder.record_types import SweepOver
 from mgpu_slurm.sweeps import optuna_adapter
 from mgpu_slurm.sweeps.optuna_adapter import FIXED_PARAMS
 from mgpu_slurm.sweeps.scheduling import samplers
-from mgpu_slurm.sweeps.scheduling.construction import pruner_of, sampler_of
+from mgpu_slurm.sweeps.scheduling.construction import sampler_of, scheduler_of
+from mgpu_slurm.sweeps.scheduling.rung_tpe import RungTpe, is_finite, is_tried
+from mgpu_slurm.sweeps.scheduling.scheduler import Action, Scheduler
 from mgpu_slurm.sweeps.search.parameters import Values, label
 from mgpu_slurm.sweeps.search.space import Space
 from mgpu_slurm.sweeps.search.sweep_file import Sweep
 from mgpu_slurm.sweeps.study.journal import JournalFile
+from mgpu_slurm.sweeps.study.snapshots import SECONDS, UNTIL, Snapshots, is_paused, until_of
 from mgpu_slurm.sweeps.study.storage import storage_of
 
 _CLAIM = "mgpu:claim:"
@@ -40,14 +46,8 @@ REASON = "mgpu:reason"
 LOSSES = "mgpu:losses"
 """Attribute of a trial: its attempts in which the worker died, or left without a checkpoint."""
 
-SECONDS = "mgpu:seconds"
-"""Attribute of a trial that was given back: how long workers had it before, in seconds."""
-
 OVER = "mgpu:over"
 """Attribute of a study: a `SweepOver`."""
-
-ORIGIN = "mgpu:origin"
-"""Attribute of a trial copied from an earlier study at the start: the name of that study."""
 
 ORIGINS = "mgpu:origins"
 """Attribute of a study: the number of such trials."""
@@ -97,9 +97,14 @@ def load(sweep: Sweep, journal: Path, worker: Worker | None = None) -> Study:
     return optuna.load_study(
         storage=storage_of(sweep, journal),
         study_name=sweep.study,
-        sampler=None if worker is None else sampler_of(sweep.sampler, worker.number, worker.attempt),
-        pruner=None if worker is None else pruner_of(sweep.pruner),
+        sampler=None if worker is None else _sampler(sweep, worker),
+        # the scheduler decides
+        pruner=NopPruner(),
     )
+
+
+def _sampler(sweep: Sweep, worker: Worker) -> BaseSampler:
+    return sampler_of(sweep.sampler, worker.number, worker.attempt, sweep.pruner.levels, sweep.space)
 
 
 def queue(study: Study, points: list[Values]) -> None:
@@ -124,27 +129,64 @@ def begun(study: Study) -> int:
     return optuna_adapter.trial_count(study) - int(notes(study).get(ORIGINS, 0))
 
 
-def take(study: Study, sweep: Sweep, worker: Worker, lock: Path, only_given_back: bool = False) -> Trial | None:
-    """Take a trial for this worker; return None if the limit of trials is reached.
+def take(
+    study: Study,
+    sweep: Sweep,
+    worker: Worker,
+    lock: Path,
+    snapshots: Snapshots | None = None,
+    is_over: bool = False,
+) -> Trial | None:
+    """Take a trial for this worker; return None if there is none.
 
     Args:
         lock: a file that all workers share.
-        only_given_back: take only a trial that was begun before.
+        snapshots: reads the study for the scheduler; None to read all of it.
+        is_over: whether the budget is spent, so that no trial begins any more.
     """
+    scheduler = scheduler_of(sweep.pruner, sweep.direction)
+    snapshots = snapshots or Snapshots(study, scheduler)
     # the sampler may have cached older states of the trials
     optuna_adapter.forget_cached_trials(study)
-    waiting = _take_waiting(study, worker, only_given_back)
-    if waiting is not None:
-        return Trial(study, waiting)
-    if only_given_back:
-        return None
+    given_back = _take_waiting(study, worker, lambda trial: was_given_back(trial, sweep))
+    if given_back is not None:
+        return Trial(study, given_back)
     with locked(lock):
-        number = begun(study)
-        if sweep.trials is not None and number >= sweep.trials:
+        job = scheduler.next_job(snapshots.take(_limit(study, sweep), is_over))
+        if job is None:
             return None
-        new = _begin(study, worker, _point(sweep, number))
-    # the sampler runs here, which may take long
-    return Trial(study, new)
+        if job.action is Action.PROMOTE:
+            assert job.number is not None
+            return Trial(study, _promote(study, worker, snapshots.trial(job.number)))
+        queued = _take_waiting(study, worker, _was_queued, scheduler)
+        number = begun(study)
+        known = _point(sweep, number)
+        trial = Trial(study, _begin(study, worker, scheduler, number, known) if queued is None else queued)
+        if is_finite_search(study, sweep) and not known:
+            # drawn under the lock, so that no two workers draw the same point
+            _ = trial.relative_params
+    # another sampler draws later, which may take long
+    return trial
+
+
+def is_finite_search(study: Study, sweep: Sweep) -> bool:
+    """Return whether the sampler proposes each point of a finite space once."""
+    return isinstance(study.sampler, RungTpe) and isinstance(sweep.space, Space) and is_finite(sweep.space)
+
+
+def all_tried(study: Study, sweep: Sweep) -> bool:
+    """Return whether each point of a finite space has been tried by a sampler that repeats none."""
+    if not is_finite_search(study, sweep):
+        return False
+    sampler = study.sampler
+    assert isinstance(sweep.space, Space)
+    assert isinstance(sampler, RungTpe)
+    return is_tried(sweep.space, begun(study), lambda space: sampler.taken(study, space))
+
+
+def _limit(study: Study, sweep: Sweep) -> int | None:
+    """Return how many trials may begin in all."""
+    return begun(study) if all_tried(study, sweep) else sweep.trials
 
 
 @contextmanager
@@ -166,9 +208,15 @@ def _point(sweep: Sweep, number: int) -> Values:
     return sweep.space.grid()[number]
 
 
-def _begin(study: Study, worker: Worker, known: Values) -> int:
-    """Create a trial that the worker owns from the start, and return its id."""
+def _begin(study: Study, worker: Worker, scheduler: Scheduler, number: int, known: Values) -> int:
+    """Create a trial that the worker owns from the start, and return its id.
+
+    Args:
+        number: its number among the study's own trials.
+    """
     attributes: dict[str, object] = {worker.claim: worker.attempt}
+    if first := _first_rung(scheduler, number):
+        attributes[UNTIL] = first
     if known:
         # as for a queued trial
         attributes[FIXED_PARAMS] = kept(known)
@@ -176,38 +224,77 @@ def _begin(study: Study, worker: Worker, known: Values) -> int:
     return optuna_adapter.create_trial(study, template)
 
 
-def _take_waiting(study: Study, worker: Worker, only_given_back: bool) -> int | None:
-    """Take a waiting trial, which was given back or queued, and return its id; None if no trial waits.
+def _first_rung(scheduler: Scheduler, number: int) -> int:
+    return scheduler.first_rung(number) if scheduler.pauses else 0
+
+
+def _promote(study: Study, worker: Worker, trial: FrozenTrial) -> int:
+    """Let a paused trial run to the next rung, take it, and return its id.
+
+    From the first write on it counts as given back: if this worker dies here, the next one takes it.
+    """
+    grant(study, trial)
+    _claim(study, worker, trial)
+    return optuna_adapter.id_of(trial)
+
+
+def grant(study: Study, trial: FrozenTrial) -> None:
+    """Let a trial run to the next rung; the caller must hold the lock."""
+    optuna_adapter.set_trial_attribute(study, trial, UNTIL, until_of(trial) + 1)
+
+
+def _take_waiting(
+    study: Study, worker: Worker, is_wanted: Callable[[FrozenTrial], bool], scheduler: Scheduler | None = None
+) -> int | None:
+    """Take a waiting trial, and return its id; None if there is none.
+
+    Args:
+        is_wanted: selects the trials.
+        scheduler: given for trials that begin now.
+    """
+    waiting = study.get_trials(deepcopy=False, states=(TrialState.WAITING,))
+    for trial in _by_turn(list(filter(is_wanted, waiting)), worker):
+        with suppress(UpdateFinishedTrialError):
+            if scheduler is not None and (first := _first_rung(scheduler, own_number(study, trial))):
+                optuna_adapter.set_trial_attribute(study, trial, UNTIL, first)
+            if _claim(study, worker, trial):
+                return optuna_adapter.id_of(trial)
+    return None
+
+
+def _claim(study: Study, worker: Worker, trial: FrozenTrial) -> bool:
+    """Take a waiting trial; return whether no other worker was faster.
 
     The worker writes its claim first, so that a running trial always names its worker, even if that worker dies at the
     same moment.
     """
-    waiting = study.get_trials(deepcopy=False, states=(TrialState.WAITING,))
-    if only_given_back:
-        waiting = [trial for trial in waiting if was_given_back(trial)]
-    for trial in _by_turn(waiting, worker):
-        with suppress(UpdateFinishedTrialError):
-            optuna_adapter.set_trial_attribute(study, trial, worker.claim, worker.attempt)
-            if optuna_adapter.set_trial_state(study, trial, TrialState.RUNNING):
-                return optuna_adapter.id_of(trial)
-            # another worker was faster
-            optuna_adapter.set_trial_attribute(study, trial, worker.claim, None)
-    return None
+    optuna_adapter.set_trial_attribute(study, trial, worker.claim, worker.attempt)
+    is_mine = optuna_adapter.set_trial_state(study, trial, TrialState.RUNNING)
+    if not is_mine:
+        optuna_adapter.set_trial_attribute(study, trial, worker.claim, None)
+    return is_mine
 
 
-def _by_turn(waiting: list[FrozenTrial], worker: Worker) -> Iterator[FrozenTrial]:
-    """Yield the trials that were begun before, then the others. Each worker starts at a different trial, to avoid
-    competition for the same one."""
-    for kind in (True, False):
-        trials = [trial for trial in waiting if was_given_back(trial) is kind]
-        start = worker.number % len(trials) if trials else 0
-        yield from trials[start:]
-        yield from trials[:start]
+def _by_turn(trials: list[FrozenTrial], worker: Worker) -> Iterator[FrozenTrial]:
+    """Yield the trials. Each worker starts at a different one, to avoid competition for the same."""
+    start = worker.number % len(trials) if trials else 0
+    yield from trials[start:]
+    yield from trials[:start]
 
 
-def was_given_back(trial: FrozenTrial) -> bool:
-    """Return whether the trial was begun before and waits to be resumed."""
-    return trial.state == TrialState.WAITING and SECONDS in trial.system_attrs
+def own_number(study: Study, trial: FrozenTrial) -> int:
+    """Return a trial's number among the study's own trials, from 0."""
+    return trial.number - int(notes(study).get(ORIGINS, 0))
+
+
+def _was_queued(trial: FrozenTrial) -> bool:
+    return SECONDS not in trial.system_attrs
+
+
+def was_given_back(trial: FrozenTrial, sweep: Sweep) -> bool:
+    """Return whether the trial was begun before and waits to be resumed by the next worker."""
+    has_begun = trial.state == TrialState.WAITING and not _was_queued(trial)
+    return has_begun and not is_paused(trial, sweep.pruner)
 
 
 def claims(trial: FrozenTrial) -> dict[int, int]:

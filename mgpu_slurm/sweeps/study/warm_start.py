@@ -19,6 +19,7 @@ from mgpu_slurm.sweeps.search.space import Space
 from mgpu_slurm.sweeps.search.sweep_file import Sweep
 from mgpu_slurm.sweeps.study import summary
 from mgpu_slurm.sweeps.study import trial_queue as studies
+from mgpu_slurm.sweeps.study.snapshots import ORIGIN
 
 BEST_SHARE = 0.1
 """Share of the complete trials whose region is searched again."""
@@ -85,7 +86,7 @@ def _copied(trial: FrozenTrial, other: Sweep, sweep: Sweep) -> FrozenTrial | Non
         params=params,
         distributions=distributions,
         intermediate_values=trial.intermediate_values,
-        system_attrs={studies.ORIGIN: other.study},
+        system_attrs={ORIGIN: other.study},
     )
 
 

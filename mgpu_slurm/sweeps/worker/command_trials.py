@@ -20,7 +20,7 @@ from mgpu_slurm.core.files import end_of, read_jsonl
 from mgpu_slurm.core.processes import TRIAL_VARIABLE
 from mgpu_slurm.job import store_server
 from mgpu_slurm.metrics import report_socket
-from mgpu_slurm.metrics.report_socket import ReportServer
+from mgpu_slurm.metrics.report_socket import CONTINUE, ReportServer, Verdict
 from mgpu_slurm.rank.collectives import Collectives
 from mgpu_slurm.rank.command import PATIENCE_FOR_SIGTERM, program_of, why_not_found
 from mgpu_slurm.rank.rank_info import Rank
@@ -44,7 +44,8 @@ GRACE = 5.0
 class _Heard:
     """What the script has reported to rank 0."""
 
-    prune_reason: str | None = None
+    verdict: Verdict = CONTINUE
+    """The answer to the last report."""
     progress: int = 0
     error: WorkerFinished | None = None
     """Error of the study; it is raised on all ranks when the children have ended."""
@@ -82,17 +83,19 @@ class CommandTrainer:
             if stop is Stop.NO and exited.code in (TERMINATED_EXIT_CODE, -signal.SIGTERM):
                 stop = self._late_word()
             del store
+        if self._collectives.broadcast_from_rank0(lambda: heard.verdict.pauses and _has_paused(folder, order)):
+            return _paused(heard, stop)
         return _ending(folder, heard, exited, stop)
 
-    def _report(self, heard: _Heard, progress: int, metrics: dict[str, float]) -> str | None:
+    def _report(self, heard: _Heard, progress: int, metrics: dict[str, float]) -> Verdict:
         assert self._client is not None
         heard.progress = progress
         try:
             client = self._client
-            heard.prune_reason = undisturbed(lambda: client.report(progress, metrics))
+            heard.verdict = undisturbed(lambda: client.report(progress, metrics))
         except WorkerFinished as error:
-            heard.error, heard.prune_reason = error, str(error)
-        return heard.prune_reason
+            heard.error, heard.verdict = error, Verdict(str(error))
+        return heard.verdict
 
     def _rendezvous(self) -> tuple[int, Any]:
         """Start a store on rank 0; return its port, and on rank 0 also the store."""
@@ -201,6 +204,19 @@ class CommandTrainer:
         return failed[0] if failed else exits[0]
 
 
+def _has_paused(folder: RunFolder, order: Assignment) -> bool:
+    """Return whether the script has left its loop after a checkpoint; launchers may replace its exit code."""
+    return folder.requeue_request(order.attempt).exists()
+
+
+def _paused(heard: _Heard, stop: Stop) -> Ending:
+    leave = {
+        Stop.NO: None,
+        Stop.END: Leave(TERMINATED_EXIT_CODE, "asked to end"),
+    }.get(stop, Leave(REQUEUE_EXIT_CODE, "the time limit is near"))
+    return Ending(lambda own: own.pause(heard.progress), leave)
+
+
 def _ending(folder: RunFolder, heard: _Heard, exited: _Exit, stop: Stop) -> Ending:
     if stop is Stop.END:
         leave = Leave(TERMINATED_EXIT_CODE, "asked to end")
@@ -216,8 +232,8 @@ def _tell(own: StudyClient, folder: RunFolder, heard: _Heard, exited: _Exit) -> 
     """Report the end of the trial to the study; called on rank 0 only."""
     if heard.error is not None:
         raise heard.error
-    if heard.prune_reason is not None:
-        own.prune(heard.prune_reason, heard.progress)
+    if heard.verdict.prune_reason is not None:
+        own.prune(heard.verdict.prune_reason, heard.progress)
     elif exited.code < 0 or exited.code == TERMINATED_EXIT_CODE:
         signum = -exited.code if exited.code < 0 else signal.SIGTERM
         own.lose(f"its command was killed by {signal.Signals(signum).name}")

@@ -8,10 +8,10 @@ from dataclasses import replace
 import torch
 
 from mgpu_slurm.core import retry
-from mgpu_slurm.core.errors import ForgeryError, RunFailed, RunStopped, TrialPruned
+from mgpu_slurm.core.errors import ForgeryError, RunFailed, RunStopped, TrialPaused, TrialPruned
 from mgpu_slurm.core.files import write_whole
 from mgpu_slurm.core.formatting import first_line
-from mgpu_slurm.metrics.report_socket import PruneCallback
+from mgpu_slurm.metrics.report_socket import JudgeCallback, Verdict
 from mgpu_slurm.metrics.reporter import odd_result, result_of
 from mgpu_slurm.rank import crash, preflight
 from mgpu_slurm.rank.collectives import Collectives
@@ -72,6 +72,10 @@ class FunctionTrainer:
         except TrialPruned as pruned:
             reason = pruned.reason
             return Ending(lambda own: own.prune(reason, run.progress))
+        except TrialPaused:
+            # the flag says that an attempt restarts
+            self._stop.will_restart = False
+            return Ending(lambda own: own.pause(run.progress))
         except RunStopped as stopped:
             is_late = stopped.exit_code == REQUEUE_EXIT_CODE
             return Ending(
@@ -114,12 +118,12 @@ class FunctionTrainer:
         raise RunStopped(code, "a trial has failed: the ranks restart") from None
 
 
-def _report_to(client: StudyClient | None) -> PruneCallback:
-    """Return rank 0's prune callback; an error of the study in it is not an error of the trial."""
+def _report_to(client: StudyClient | None) -> JudgeCallback:
+    """Return rank 0's callback for reports; an error of the study in it is not an error of the trial."""
     return _nobody if client is None else lambda *report: undisturbed(lambda: client.report(*report))
 
 
-def _nobody(progress: int, metrics: dict[str, float]) -> str | None:
+def _nobody(progress: int, metrics: dict[str, float]) -> Verdict:
     raise RunFailed("only rank 0 uses the study")
 
 

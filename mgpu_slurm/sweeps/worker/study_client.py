@@ -17,13 +17,13 @@ from optuna.trial import FrozenTrial, Trial, TrialState
 from mgpu_slurm.core.errors import nearest
 from mgpu_slurm.core.files import locked, write_whole
 from mgpu_slurm.core.formatting import first_line
+from mgpu_slurm.metrics.report_socket import CONTINUE, Verdict
 from mgpu_slurm.rank.signals import Stop
 from mgpu_slurm.request import config as configs
 from mgpu_slurm.request.spec import REQUEUE_EXIT_CODE, TERMINATED_EXIT_CODE, Spec
 from mgpu_slurm.run_folder import records
 from mgpu_slurm.run_folder.layout import RunFolder
 from mgpu_slurm.sweeps import hparams, optuna_adapter
-from mgpu_slurm.sweeps.scheduling.scheduler import PrunerScheduler, Scheduler
 from mgpu_slurm.sweeps.search import space_function, trial_command
 from mgpu_slurm.sweeps.search.parameters import Values
 from mgpu_slurm.sweeps.search.space import Space
@@ -61,7 +61,6 @@ class StudyClient:
         self._study = self._shared.study
         self._health = WorkerHealth(self._shared)
         self._sweep_end = SweepEnd(self._shared, spec.resources.gpus)
-        self._scheduler: Scheduler = PrunerScheduler(self._sweep.pruner.max_resource)
         self._trial: WorkerTrial | None = None
         self._begun = 0
         """Number of trials begun here."""
@@ -94,8 +93,9 @@ class StudyClient:
                 time.sleep(PAUSE)
                 return None
             # trials that were begun are finished
-            trial = None if has_failed else self._take(only_given_back=over is not None)
+            trial = None if has_failed else self._take(is_over=over is not None)
             if trial is None:
+                over = over or self._sweep_end.when_all_tried()
                 if has_failed or self._leaves():
                     self._shared.write_summary()
                     reason = "no trial is left to start" if over is None else over.reason
@@ -115,9 +115,10 @@ class StudyClient:
             self._shared.show(leaving=self._worker.attempt, metrics={"trials": float(self.ended)}, **NO_TRIAL)
             return True
 
-    def _take(self, only_given_back: bool) -> Trial | None:
+    def _take(self, is_over: bool) -> Trial | None:
         def take() -> Trial | None:
-            return studies.take(self._study, self._sweep, self._worker, self._folder.trials_lock, only_given_back)
+            lock, snapshots = self._folder.trials_lock, self._shared.snapshots
+            return studies.take(self._study, self._sweep, self._worker, lock, snapshots, is_over)
 
         self._shared.recover()
         trial = take()
@@ -129,7 +130,7 @@ class StudyClient:
 
     def _begin(self, trial: Trial) -> Assignment | None:
         """Return the assignment of a trial; None if its space function rejected or failed it, which ends it."""
-        own = self._trial = WorkerTrial(self._shared, self._scheduler, trial)
+        own = self._trial = WorkerTrial(self._shared, trial)
         self._begun += 1
         self._health.trial_began()
         own.record("started", worker=self._worker.number, job_id=records.read_state(self._folder).job_id)
@@ -171,8 +172,8 @@ class StudyClient:
 
     # -- in a trial
 
-    def report(self, progress: int, metrics: dict[str, float]) -> str | None:
-        """Report the trial's metrics to the study; return why to prune the trial, or None if it continues."""
+    def report(self, progress: int, metrics: dict[str, float]) -> Verdict:
+        """Report the trial's metrics to the study, and return what becomes of the trial."""
         own = self._running()
         value = metrics.get(self._sweep.metric)
         shown: dict[str, object] = {"progress": progress, "metrics": metrics}
@@ -181,8 +182,8 @@ class StudyClient:
         self._shared.show(**shown)
         if self._shared.summary_is_due:
             self._shared.write_summary(at_once=False)
-        # the pruner ignores a report without the metric, which the job may report or return later
-        return None if value is None else own.report(progress, value)
+        # the scheduler ignores a report without the metric, which the job may report or return later
+        return CONTINUE if value is None else own.report(progress, value)
 
     def _missing(self, metrics: dict[str, float]) -> str:
         names = sorted(metrics)
@@ -226,6 +227,11 @@ class StudyClient:
         """End the trial as pruned."""
         self._running().prune(reason, progress)
         self._ended()
+
+    def pause(self, progress: int) -> None:
+        """Let the trial wait at its rung, with its checkpoint, for its promotion."""
+        self._running().pause(progress)
+        self._ended(for_good=False)
 
     def fail(self, reason: str) -> None:
         """End the trial after an error in its code, or let another worker try it."""

@@ -56,6 +56,13 @@ class SweepEnd:
         # the budget may have been raised since
         return self.why_over()
 
+    def when_all_tried(self) -> SweepOver | None:
+        """End the sweep if the points of its space are all tried, and no trial runs; return whether it is over."""
+        study, sweep = self._shared.study, self._shared.sweep
+        if not studies.all_tried(study, sweep) or summary.counts(self._shared.trials(), sweep)["RUNNING"]:
+            return None
+        return end_sweep(self._shared, "all points of the space have been tried", failed=False)
+
     def _spent(self) -> str | None:
         sweep = self._shared.sweep
         if sweep.budget == Budget():

@@ -5,40 +5,41 @@ from __future__ import annotations
 import itertools
 import math
 import time
+from contextlib import nullcontext
 from typing import Any
 
 from optuna.trial import FrozenTrial, Trial, TrialState
 
 from mgpu_slurm.core import log_lines, retry
 from mgpu_slurm.core.files import locked, read_json, write_json
+from mgpu_slurm.metrics.report_socket import CONTINUE, PAUSE, Verdict
 from mgpu_slurm.run_folder import records
 from mgpu_slurm.run_folder.layout import RunFolder
 from mgpu_slurm.sweeps import hparams, optuna_adapter
-from mgpu_slurm.sweeps.scheduling.scheduler import Decision, Scheduler
+from mgpu_slurm.sweeps.scheduling.scheduler import Decision
 from mgpu_slurm.sweeps.study import outcomes, recovery
 from mgpu_slurm.sweeps.study import trial_queue as studies
 from mgpu_slurm.sweeps.study.recovery import Death
+from mgpu_slurm.sweeps.study.snapshots import SECONDS
+from mgpu_slurm.sweeps.worker import paused_trials
 from mgpu_slurm.sweeps.worker.messages import Superseded
 from mgpu_slurm.sweeps.worker.worker_study import WorkerStudy
-
-WORSE = "worse than the other trials"
-"""Reason for which the scheduler prunes a trial."""
 
 
 class WorkerTrial:
     """A trial of this worker, from its beginning to its end on this worker."""
 
-    def __init__(self, shared: WorkerStudy, scheduler: Scheduler, trial: Trial) -> None:
+    def __init__(self, shared: WorkerStudy, trial: Trial) -> None:
         self.number = trial.number
         self.folder = shared.sweep_folder.of_trial(trial.number)
         self.has_reported = False
         """Whether it has reported anything new to the study here."""
+        self._shared = shared
         self._study = shared.study
         # as it was when the trial began, even if the file has changed since
         self._sweep = shared.sweep
         self._sweep_folder = shared.sweep_folder
         self._worker = shared.worker
-        self._scheduler = scheduler
         self._trial = trial
         self._began = time.monotonic()
         self._has_parameters = False
@@ -50,6 +51,8 @@ class WorkerTrial:
         before = frozen.intermediate_values
         self._reported = set(before)
         """Progress values for which the study has a value."""
+        self._last_progress: int | None = None
+        """Progress of the last report here."""
         self.last_value: float | None = before[max(before)] if before else None
         """Last value of the metric; None before the first report."""
 
@@ -69,18 +72,39 @@ class WorkerTrial:
             path = self.folder.parameters
             retry.for_the_disk(lambda: write_json(path, params), path)
 
-    def report(self, progress: int, value: float) -> str | None:
-        """Report to the study; return why the trial is to be pruned, or None if it continues."""
+    def report(self, progress: int, value: float) -> Verdict:
+        """Report to the study, and return what becomes of the trial."""
         self.last_value = value
         if not math.isfinite(value):
-            return f"{self._sweep.metric} is {value}"
+            return Verdict(f"{self._sweep.metric} is {value}")
         self._check_is_mine()
         if progress not in self._reported:
             # a trial that resumes from a checkpoint repeats the reports after it
             self._trial.report(value, progress)
             self._reported.add(progress)
             self.has_reported = True
-        return WORSE if self._scheduler.decide(self._trial, progress) is Decision.PRUNE else None
+        before = self._last_progress
+        if before is None:
+            # an earlier attempt may have ended after its report and before the decision
+            before = max((each for each in self._reported if each < progress), default=0)
+        self._last_progress = progress
+        return self._judge() if self._shared.scheduler.is_due(before, progress) else CONTINUE
+
+    def _judge(self) -> Verdict:
+        """Ask the scheduler, and do what it decides."""
+        shared, scheduler = self._shared, self._shared.scheduler
+        with locked(self._sweep_folder.trials_lock) if scheduler.pauses else nullcontext():
+            self._check_is_mine()
+            snapshot = shared.snapshot()
+            number = studies.own_number(self._study, self.frozen())
+            if scheduler.pauses and not snapshot.entries[number].has_arrived:
+                return CONTINUE
+            decision = scheduler.decide(snapshot, number)
+            if scheduler.pauses and decision is Decision.CONTINUE:
+                studies.grant(self._study, self.frozen())
+        if decision is Decision.PRUNE:
+            return Verdict(paused_trials.WORSE)
+        return PAUSE if decision is Decision.PAUSE else CONTINUE
 
     def _check_is_mine(self) -> None:
         """Raise Superseded if this worker was taken for dead, as on a node that SLURM gave up, and lost its trial."""
@@ -102,11 +126,13 @@ class WorkerTrial:
         with locked(self._sweep_folder.trials_lock):
             self._check_is_mine()
             outcomes.write(self.folder, outcomes.Pruned(reason, progress))
-            if reason != WORSE:
+            if reason != paused_trials.WORSE:
                 studies.blame(self._study, self.frozen(), reason, self._has_parameters)
             self._study.tell(self._trial, state=TrialState.PRUNED)
         with hparams.may_fail():
             hparams.write_end(self.folder, self._sweep, "pruned")
+        if self._shared.scheduler.pauses:
+            paused_trials.delete_checkpoints(self.folder)
         self._end(f"pruned at progress {progress}: {reason}")
 
     def fail(self, reason: str) -> None:
@@ -130,12 +156,21 @@ class WorkerTrial:
         self._end(reason)
         return has_failed
 
+    def pause(self, progress: int) -> None:
+        """Let the trial wait at its rung, and prune paused trials that will never be promoted."""
+        paused_trials.keep_newest_checkpoint(self.folder)
+        with locked(self._sweep_folder.trials_lock):
+            self._check_is_mine()
+            studies.give_back(self._study, self.frozen())
+            paused_trials.prune_hopeless(self._shared)
+        self._end(f"paused at progress {progress}")
+
     def give_back(self) -> None:
         """Queue the trial again, to be resumed by another worker."""
         with locked(self._sweep_folder.trials_lock):
             self._check_is_mine()
             studies.give_back(self._study, self.frozen())
-        self._end("paused; will be continued")
+        self._end("given back: another worker continues it")
 
     def _end(self, how: str) -> None:
         self.record("ended", how=how)
@@ -148,7 +183,7 @@ def _keep_apart(folder: RunFolder, trial: FrozenTrial) -> None:
     A study that was restored from an older copy reuses numbers. A trial that begins for the first time has no folder
     yet; one that was given back has the folder in which its parameters are recorded.
     """
-    if studies.SECONDS in trial.system_attrs:
+    if SECONDS in trial.system_attrs:
         recorded = read_json(folder.parameters)
         if recorded is None or recorded == trial.params:
             return

@@ -14,10 +14,13 @@ from optuna.trial import FrozenTrial
 from mgpu_slurm.core import log_lines
 from mgpu_slurm.run_folder import records
 from mgpu_slurm.run_folder.layout import RunFolder
+from mgpu_slurm.sweeps.scheduling.construction import scheduler_of
+from mgpu_slurm.sweeps.scheduling.scheduler import Snapshot
 from mgpu_slurm.sweeps.search import sweep_file
 from mgpu_slurm.sweeps.search.sweep_file import Sweep
 from mgpu_slurm.sweeps.study import recovery, summary
 from mgpu_slurm.sweeps.study import trial_queue as studies
+from mgpu_slurm.sweeps.study.snapshots import Snapshots
 from mgpu_slurm.sweeps.study.trial_queue import Worker
 
 LOOK_EVERY = 30.0
@@ -43,6 +46,8 @@ class WorkerStudy:
         self.sweep: Sweep
         self.reread_sweep()
         self.study: Study = studies.load(self.sweep, folder.journal, self.worker)
+        self.scheduler = scheduler_of(self.sweep.pruner, self.sweep.direction)
+        self.snapshots = Snapshots(self.study, self.scheduler)
         self._next_look = time.monotonic()
         self._summary_written, self._summary_took = -math.inf, 0.0
         self.summary_is_due = False
@@ -61,6 +66,10 @@ class WorkerStudy:
     def trials(self) -> list[FrozenTrial]:
         """Return the study's own trials in their current state."""
         return summary.own_trials(self.study)
+
+    def snapshot(self) -> Snapshot:
+        """Return the study's own trials for the scheduler; the caller must hold the lock if trials may pause."""
+        return self.snapshots.take(self.sweep.trials, is_over=studies.why_over(self.study) is not None)
 
     def recover(self, at_once: bool = False) -> None:
         """Release the trials of dead workers.

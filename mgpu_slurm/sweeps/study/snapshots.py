@@ -1,0 +1,117 @@
+"""What the scheduler sees of the study: which trials are paused, and their values at its rungs.
+
+That a trial is paused is not stored: it waits, may run no further than a rung, and has a value there. So no crash can
+part the two. What is stored is `UNTIL`, which only grows: no trial is promoted twice.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Mapping, Sequence
+
+from optuna.study import Study
+from optuna.trial import FrozenTrial, TrialState
+
+from mgpu_slurm.sweeps.optuna_adapter import StudyView
+from mgpu_slurm.sweeps.scheduling.scheduler import Entry, EntryState, Scheduler, Snapshot
+from mgpu_slurm.sweeps.search.sweep_options import Pruner
+
+UNTIL = "mgpu:until"
+"""Attribute of a trial that may pause: the index of the rung to which it may run; 0 if missing."""
+
+ORIGIN = "mgpu:origin"
+"""Attribute of a trial copied from an earlier study at the start: the name of that study."""
+
+SECONDS = "mgpu:seconds"
+"""Attribute of a trial that was given back or paused: how long workers had it before, in seconds."""
+
+_ENDED = {
+    TrialState.COMPLETE: EntryState.COMPLETE,
+    TrialState.PRUNED: EntryState.PRUNED,
+    TrialState.FAIL: EntryState.FAILED,
+}
+
+
+def until_of(trial: FrozenTrial) -> int:
+    found: int = trial.system_attrs.get(UNTIL, 0)
+    return found
+
+
+def is_paused(trial: FrozenTrial, pruner: Pruner | Scheduler) -> bool:
+    """Return whether the trial waits at a rung for its promotion."""
+    if trial.state != TrialState.WAITING or not pruner.pauses or not trial.intermediate_values:
+        return False
+    until = until_of(trial)
+    return until < len(pruner.rungs) - 1 and max(trial.intermediate_values) >= pruner.rungs[until]
+
+
+def entry_of(trial: FrozenTrial, number: int, scheduler: Scheduler) -> Entry:
+    """Return a trial that has begun, as the scheduler sees it.
+
+    Args:
+        number: see `Entry.number`.
+    """
+    values = _values_at(scheduler.rungs, trial.intermediate_values)
+    until = until_of(trial) if scheduler.pauses else max(values, default=0)
+    values = {rung: value for rung, value in values.items() if rung <= until}
+    state = _ENDED.get(trial.state, EntryState.RUNNING)
+    if trial.state == TrialState.WAITING:
+        state = EntryState.PAUSED if is_paused(trial, scheduler) else EntryState.GIVEN_BACK
+    return Entry(number, until, values, state)
+
+
+def _values_at(rungs: Sequence[int], reports: Mapping[int, float]) -> dict[int, float]:
+    steps = sorted(reports) if rungs else []
+    places = [bisect.bisect_left(steps, rung) for rung in rungs]
+    return {rung: reports[steps[place]] for rung, place in enumerate(places) if place < len(steps)}
+
+
+class Snapshots:
+    """Takes snapshots of a study for a scheduler; a trial is looked at again only if it has changed."""
+
+    def __init__(self, study: Study, scheduler: Scheduler) -> None:
+        self._study = study
+        self._scheduler = scheduler
+        self._seen: dict[int, tuple[FrozenTrial, Entry]] = {}
+
+    def take(self, trials: int | None, is_over: bool = False) -> Snapshot:
+        """Return the state of the study's own trials now.
+
+        Args:
+            trials: the sweep's number of trials; None without a limit.
+            is_over: whether the budget is spent.
+        """
+        own = [each for each in self._study.get_trials(deepcopy=False) if ORIGIN not in each.system_attrs]
+        entries: dict[int, Entry] = {}
+        waits = False
+        for number, trial in enumerate(own):
+            if trial.state == TrialState.WAITING and SECONDS not in trial.system_attrs:
+                # it was queued, and has not begun
+                waits = True
+                continue
+            entries[number] = self._entry(number, trial)
+        may_begin = not is_over and (waits or trials is None or len(own) < trials)
+        return Snapshot(entries, trials, may_begin, is_over, OwnTrials(self._study, own))
+
+    def trial(self, number: int) -> FrozenTrial:
+        """Return a trial of the last snapshot by its number there."""
+        return self._seen[number][0]
+
+    def _entry(self, number: int, trial: FrozenTrial) -> Entry:
+        seen = self._seen.get(number)
+        # storages replace a trial that changes
+        if seen is None or seen[0] is not trial:
+            seen = self._seen[number] = trial, entry_of(trial, number, self._scheduler)
+        return seen[1]
+
+
+class OwnTrials(StudyView):
+    """A study with these trials only."""
+
+    def __init__(self, study: Study, own: Sequence[FrozenTrial]) -> None:
+        super().__init__(study, lambda _: list(own))
+        self._own = own
+
+    def own_trial(self, number: int) -> FrozenTrial:
+        """Return a trial by its number among the study's own."""
+        return self._own[number]

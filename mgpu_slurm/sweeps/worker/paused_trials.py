@@ -1,0 +1,84 @@
+"""Checkpoints of paused trials, and the end of those that will never be promoted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from optuna.trial import FrozenTrial, TrialState
+
+from mgpu_slurm.checkpoints import folder as checkpoints
+from mgpu_slurm.core import log_lines
+from mgpu_slurm.core.errors import UserError
+from mgpu_slurm.registry import cleanup
+from mgpu_slurm.run_folder import layout
+from mgpu_slurm.run_folder.layout import RunFolder
+from mgpu_slurm.sweeps import hparams, optuna_adapter
+from mgpu_slurm.sweeps.scheduling.scheduler import EntryState, Snapshot
+from mgpu_slurm.sweeps.study import outcomes
+from mgpu_slurm.sweeps.worker.worker_study import WorkerStudy
+
+WORSE = "worse than the other trials"
+"""Reason for which the scheduler prunes a trial."""
+
+NO_ROOM = "its checkpoint had to make room (keep_gb)"
+
+_GIGABYTE = 10**9
+
+
+def keep_newest_checkpoint(trial: RunFolder) -> None:
+    """Delete a trial's older checkpoints, without the best one if the job keeps that."""
+    best = trial.checkpoints / checkpoints.BEST
+    checkpoints.trim(trial, keep=1, also=layout.checkpoint_key(best.resolve()) if best.is_symlink() else None)
+
+
+def delete_checkpoints(trial: RunFolder) -> None:
+    """Delete all checkpoints of a trial that has been pruned; what cannot be deleted is left for `clean`."""
+    try:
+        cleanup.delete_checkpoints(trial)
+    except UserError as error:
+        log_lines.warn(str(error))
+
+
+def prune_hopeless(shared: WorkerStudy) -> None:
+    """Prune the paused trials that will never be promoted, or whose checkpoints take too much room.
+
+    Trials that run, and those that may be promoted now, are never pruned. The caller must hold the lock.
+    """
+    snapshot = shared.snapshot()
+    hopeless = shared.scheduler.hopeless(snapshot)
+    for number in hopeless:
+        _prune(shared, shared.snapshots.trial(number), WORSE)
+    for number in _too_large(shared, snapshot, set(hopeless)):
+        _prune(shared, shared.snapshots.trial(number), NO_ROOM)
+
+
+def _too_large(shared: WorkerStudy, snapshot: Snapshot, besides: set[int]) -> Iterator[int]:
+    """Yield the least promising paused trials, until the checkpoints of the others fit."""
+    limit = shared.sweep.pruner.keep_gb
+    if limit is None:
+        return
+    paused = [number for number, entry in snapshot.entries.items() if entry.state is EntryState.PAUSED]
+    sizes = {number: _size(shared, number) for number in paused if number not in besides}
+    for number in shared.scheduler.least_promising(snapshot):
+        if sum(sizes.values()) <= limit * _GIGABYTE:
+            return
+        if sizes.pop(number, None) is not None:
+            yield number
+
+
+def _size(shared: WorkerStudy, number: int) -> int:
+    trial = shared.snapshots.trial(number)
+    return cleanup.usage(shared.sweep_folder.of_trial(trial.number)).checkpoints
+
+
+def _prune(shared: WorkerStudy, trial: FrozenTrial, reason: str) -> None:
+    """End a paused trial in the study, and only then delete its checkpoints."""
+    folder = shared.sweep_folder.of_trial(trial.number)
+    progress = max(trial.intermediate_values)
+    outcomes.write(folder, outcomes.Pruned(reason, progress))
+    value = trial.intermediate_values[progress]
+    optuna_adapter.end_trial(shared.study, trial, TrialState.PRUNED, value)
+    with hparams.may_fail():
+        hparams.write_end(folder, shared.sweep, "pruned")
+    delete_checkpoints(folder)
+    log_lines.say(f"trial {trial.number} was paused at progress {progress} and is pruned: {reason}")
