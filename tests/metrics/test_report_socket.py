@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from mgpu_slurm.metrics.report_socket import ReportClient, ReportServer
+from mgpu_slurm.metrics.report_socket import CONTINUE, PAUSE, ReportClient, ReportServer, Verdict
 
 
 class Study:
@@ -17,9 +17,9 @@ class Study:
 
     def __init__(self) -> None:
         self.heard: list[tuple[int, dict[str, float]]] = []
-        self.answer: str | None = None
+        self.answer = CONTINUE
 
-    def prune(self, progress: int, metrics: dict[str, float]) -> str | None:
+    def judge(self, progress: int, metrics: dict[str, float]) -> Verdict:
         self.heard.append((progress, metrics))
         return self.answer
 
@@ -31,7 +31,7 @@ def study() -> Study:
 
 @pytest.fixture
 def server(study: Study) -> Iterator[ReportServer]:
-    server = ReportServer(study.prune)
+    server = ReportServer(study.judge)
     stopped = threading.Event()
 
     def serve() -> None:
@@ -48,11 +48,12 @@ def server(study: Study) -> Iterator[ReportServer]:
 
 def test_numbers_arrive_exactly_and_the_answer_is_returned(server: ReportServer, study: Study) -> None:
     client = ReportClient(server.name)
-    assert client(1, {"loss": 0.1 + 0.2}) is None
-    study.answer = "worse than the other trials: ü"
+    assert client(1, {"loss": 0.1 + 0.2}) == CONTINUE
+    study.answer = Verdict("worse than the other trials: ü")
     assert client(2**60, {"loss": float("inf"), "x": 5e-324}) == study.answer
     assert study.heard == [(1, {"loss": 0.30000000000000004}), (2**60, {"loss": math.inf, "x": 5e-324})]
-    client(3, {"loss": float("nan")})
+    study.answer = PAUSE
+    assert client(3, {"loss": float("nan")}) == PAUSE
     assert math.isnan(study.heard[-1][1]["loss"])
 
 
@@ -61,14 +62,14 @@ def test_client_that_disconnects_does_not_block_others(server: ReportServer, stu
         visitor.connect(f"\0{server.name}")
         visitor.sendall(b'{"progress": 1, ')
     clients = [ReportClient(server.name) for _ in range(3)]
-    assert [client(place, {}) for place, client in enumerate(clients)] == [None] * 3
+    assert [client(place, {}) for place, client in enumerate(clients)] == [CONTINUE] * 3
     assert study.heard == [(0, {}), (1, {}), (2, {})]
 
 
 def test_report_to_a_closed_server_raises_connection_error() -> None:
-    server = ReportServer(Study().prune)
+    server = ReportServer(Study().judge)
     client = ReportClient(server.name)
-    answered: list[BaseException | str | None] = []
+    answered: list[BaseException | Verdict] = []
 
     def ask() -> None:
         try:

@@ -6,11 +6,13 @@ from typing import Any
 
 import optuna
 import pytest
-from optuna.pruners import HyperbandPruner, MedianPruner, NopPruner
 
 from mgpu_slurm.core.errors import UserError
 from mgpu_slurm.sweeps.scheduling import construction
+from mgpu_slurm.sweeps.scheduling.halving import Promotion, StopOnly
+from mgpu_slurm.sweeps.scheduling.scheduler import Decision, OptunaPruner, Scheduler, Unlimited
 from mgpu_slurm.sweeps.search.sweep_options import Pruner, Sampler
+from mgpu_slurm.sweeps.study.snapshots import Snapshots
 
 
 class TestSamplers:
@@ -26,7 +28,7 @@ class TestSamplers:
 
     def test_options_are_passed_to_the_sampler(self) -> None:
         made = construction.sampler_of(Sampler("tpe", options={"n_startup_trials": 3}), 0)
-        assert made._n_startup_trials == 3  # type: ignore[attr-defined]
+        assert made._enough == 3  # type: ignore[attr-defined]
 
     @pytest.mark.parametrize(
         ("asked", "said"),
@@ -42,24 +44,17 @@ class TestSamplers:
             construction.sampler_of(asked, 0)
 
 
-def test_hyperband_bracket_hides_other_trials_from_pruner_but_not_sampler() -> None:
-    study = optuna.create_study(pruner=HyperbandPruner(1, 27, 3), study_name="s")
-    for number in range(20):
-        trial = study.ask()
-        trial.report(float(number), 1)
-        trial.should_prune()
-        study.tell(trial, float(number))
-    bracket = optuna.pruners._filter_study(study, study.trials[0])
-    # what a pruner asks for, and what a sampler does
-    assert (len(bracket.get_trials()) < 20, len(bracket._get_trials())) == (True, 20)
+def test_pruner_name_selects_the_scheduler() -> None:
+    def made(*given: Any, **options: Any) -> Scheduler:
+        return construction.scheduler_of(Pruner(*given, **options), "minimize")
 
-
-def test_pruner_name_selects_the_optuna_pruner() -> None:
-    hyperband = construction.pruner_of(Pruner("hyperband", 1, 27, 3))
-    assert isinstance(hyperband, HyperbandPruner)
-    assert (hyperband._min_resource, hyperband._max_resource, hyperband._reduction_factor) == (1, 27, 3)
-    assert isinstance(construction.pruner_of(Pruner("median")), MedianPruner)
-    assert isinstance(construction.pruner_of(Pruner()), NopPruner)
+    rungs: dict[str, Any] = {"rungs": (1, 3, 9, 27), "factor": 3, "is_maximized": False}
+    assert made("hyperband", 1, 27, 3) == StopOnly(**rungs, sizes=(27, 12, 6, 4))
+    assert made("asha", 1, 27, 3) == Promotion(**rungs, hedge=True)
+    assert made("asha", 1, 27, 3, hedge=False) == Promotion(**rungs, hedge=False)
+    assert made("asha", 1, 27, 3, pause=False) == StopOnly(**rungs)
+    assert isinstance(made("median"), OptunaPruner)
+    assert isinstance(made(), Unlimited)
 
 
 @pytest.mark.parametrize(
@@ -72,11 +67,13 @@ def test_pruner_name_selects_the_optuna_pruner() -> None:
 )
 def test_invalid_pruner_or_option_is_rejected(asked: Pruner, said: str) -> None:
     with pytest.raises(UserError, match=said):
-        construction.pruner_of(asked)
+        construction.scheduler_of(asked, "minimize")
 
 
 def test_median_pruner_does_not_prune_before_min_resource() -> None:
-    study = optuna.create_study(pruner=construction.pruner_of(Pruner("median", min_resource=3, startup_trials=2)))
+    scheduler = construction.scheduler_of(Pruner("median", min_resource=3, startup_trials=2), "minimize")
+    study = optuna.create_study()
+    snapshots = Snapshots(study, scheduler)
     for _ in range(2):
         trial = study.ask()
         for progress in range(1, 5):
@@ -85,5 +82,5 @@ def test_median_pruner_does_not_prune_before_min_resource() -> None:
     bad, pruned = study.ask(), []
     for progress in range(1, 5):
         bad.report(1.0, progress)
-        pruned.append(bad.should_prune())
+        pruned.append(scheduler.decide(snapshots.take(None), 2) is Decision.PRUNE)
     assert pruned == [False, False, True, True]

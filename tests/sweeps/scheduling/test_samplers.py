@@ -17,29 +17,32 @@ from optuna.trial import Trial, TrialState
 
 from mgpu_slurm.run_folder import layout
 from mgpu_slurm.sweeps.scheduling import construction, samplers
+from mgpu_slurm.sweeps.scheduling.rung_tpe import RungTpe
+from mgpu_slurm.sweeps.scheduling.scheduler import Decision, Scheduler
 from mgpu_slurm.sweeps.search import space_parser
 from mgpu_slurm.sweeps.search.sweep_options import Pruner, Sampler
 from mgpu_slurm.sweeps.study import recovery
 from mgpu_slurm.sweeps.study import trial_queue as studies
+from mgpu_slurm.sweeps.study.snapshots import Snapshots
 from tests.sweeps.sweeps import begin, finish, kill, make, states, study_of, sweep_of, worker
 
 
 def make_study(
     name: str, seed: int, direction: str = "maximize", pruner: Pruner | None = None, **options: Any
 ) -> Study:
-    sampler = construction.sampler_of(Sampler(name, seed, options), worker=0)
-    # the brackets of hyperband follow from the name
-    return optuna.create_study(
-        study_name=str(seed), sampler=sampler, pruner=construction.pruner_of(pruner or Pruner()), direction=direction
-    )
+    levels = (pruner or Pruner()).levels
+    sampler = construction.sampler_of(Sampler(name, seed, options), worker=0, levels=levels)
+    return optuna.create_study(sampler=sampler, direction=direction)
 
 
 def fail(study: Study, trial: Trial) -> None:
     studies.fail(study, study._storage.get_trial(trial._trial_id), "ValueError: boom", is_own_fault=True)
 
 
-def failures(study: Study, trials: int = 100, epochs: int = 0) -> int:
+def failures(study: Study, trials: int = 100, pruner: Pruner | None = None) -> int:
     """Train trials of which half of the space fails, and the others are the better the nearer they are to that half."""
+    scheduler = construction.scheduler_of(pruner or Pruner(), study.direction.name.lower())
+    epochs = range(1, pruner.max_resource if pruner is not None and pruner.max_resource is not None else 0)
     sign = 1 if study.direction == optuna.study.StudyDirection.MAXIMIZE else -1
     failed = 0
     for _ in range(trials):
@@ -49,25 +52,27 @@ def failures(study: Study, trials: int = 100, epochs: int = 0) -> int:
         if x > 0.5:
             failed += 1
             fail(study, trial)
-        elif any(_is_hopeless(trial, value - sign / epoch, epoch) for epoch in range(1, epochs)):
+        elif any(_is_pruned(study, scheduler, trial, value - sign / epoch, epoch) for epoch in epochs):
             study.tell(trial, state=TrialState.PRUNED)
         else:
             study.tell(trial, value)
     return failed
 
 
-def _is_hopeless(trial: Trial, value: float, epoch: int) -> bool:
+def _is_pruned(study: Study, scheduler: Scheduler, trial: Trial, value: float, epoch: int) -> bool:
     trial.report(value, epoch)
-    return trial.should_prune()
+    snapshot = Snapshots(study, scheduler).take(None)
+    return scheduler.is_due(epoch - 1, epoch) and scheduler.decide(snapshot, trial.number) is Decision.PRUNE
 
 
 @pytest.mark.parametrize(
-    ("direction", "epochs", "seeds"), [("maximize", 0, 10), ("minimize", 9, 4)], ids=["plain", "hyperband"]
+    ("direction", "pruner", "seeds"),
+    [("maximize", None, 10), ("minimize", Pruner("hyperband", max_resource=9), 4)],
+    ids=["plain", "hyperband"],
 )
-def test_tpe_avoids_the_failing_half_of_the_space(direction: str, epochs: int, seeds: int) -> None:
+def test_tpe_avoids_the_failing_half_of_the_space(direction: str, pruner: Pruner | None, seeds: int) -> None:
     """Optuna's own TPE does not see the failed trials, and fails 90 times."""
-    pruner = Pruner("hyperband", max_resource=9) if epochs else None
-    found = [failures(make_study("tpe", seed, direction, pruner), epochs=epochs) for seed in range(seeds)]
+    found = [failures(make_study("tpe", seed, direction, pruner), pruner=pruner) for seed in range(seeds)]
     assert mean(found) <= 40, found
 
 
@@ -80,14 +85,19 @@ def test_gp_and_cmaes_fail_less_often_than_random(name: str, trials: int, seeds:
     assert mean(found) <= trials / 3, found
 
 
-@pytest.mark.parametrize(
-    ("path", "name"), [("optuna.samplers.TPESampler", "tpe"), ("optuna.samplers.CmaEsSampler", "cmaes")]
-)
-def test_sampler_given_by_import_path_samples_like_the_named_one(path: str, name: str) -> None:
-    by_path, by_name = (make_study(each, 3, n_startup_trials=4) for each in (path, name))
+def test_sampler_given_by_import_path_samples_like_the_named_one() -> None:
+    paths = ("optuna.samplers.CmaEsSampler", "cmaes")
+    by_path, by_name = (make_study(each, 3, n_startup_trials=4) for each in paths)
     for study in (by_path, by_name):
         failures(study, 30)
     assert [trial.params for trial in by_path.trials] == [trial.params for trial in by_name.trials]
+
+
+def test_optunas_tpe_is_available_by_its_path_and_learns_from_failures_too() -> None:
+    study = make_study("optuna.samplers.TPESampler", 3)
+    assert isinstance(study.sampler, TPESampler)
+    assert not isinstance(study.sampler, RungTpe)
+    assert failures(study) <= 50
 
 
 def test_custom_sampler_class_keeps_its_overrides() -> None:
@@ -106,10 +116,13 @@ def test_custom_sampler_class_keeps_its_overrides() -> None:
 class TestTrialsShownToSampler:
     def seen(self, study: Study) -> list[tuple[str, float | None]]:
         shown: Any = study.sampler
+        if isinstance(shown, RungTpe):
+            trials = shown._observations(study, study.get_trials(deepcopy=False))
+            return [(trial.state.name, trial.value) for trial in trials or ()]
         return [(trial.state.name, trial.value) for trial in shown._shown(study)._get_trials(deepcopy=False)]
 
-    def told(self, name: str, direction: str = "maximize") -> Study:
-        study = make_study(name, 0, direction)
+    def told(self, name: str, direction: str = "maximize", **options: Any) -> Study:
+        study = make_study(name, 0, direction, **options)
         for value in (1.0, None, 3.0, float("nan")):
             trial = study.ask()
             trial.suggest_float("x", 0, 1)
@@ -124,7 +137,7 @@ class TestTrialsShownToSampler:
         return study
 
     def test_tpe_sees_bad_trials_as_pruned_before_their_first_report(self) -> None:
-        study = self.told("tpe")
+        study = self.told("tpe", n_startup_trials=4)
         assert self.seen(study) == [("COMPLETE", 1.0), ("PRUNED", None), ("COMPLETE", 3.0), ("PRUNED", None)]
         assert [trial.state.name for trial in study.trials] == ["COMPLETE", "FAIL", "COMPLETE", "PRUNED"]
         assert study.trials[3].intermediate_values == {1: 5.0}
@@ -146,12 +159,13 @@ class TestTrialsShownToSampler:
         assert self.seen(study) == [("COMPLETE", 3.0), ("COMPLETE", 0.0)]
 
     def test_failure_blamed_on_a_worker_stays_failed(self) -> None:
-        study = self.told("tpe")
+        study = self.told("tpe", n_startup_trials=2)
         trial = study.ask()
         trial.suggest_float("x", 0, 1)
         studies.fail(study, study.trials[4], "worker 0 is FAILED")
         studies.note(study, f"{samplers.INNOCENT}3", [1])
-        assert self.seen(study)[1] == self.seen(study)[4] == ("FAIL", None)
+        # a failure that is not the trial's own says nothing
+        assert self.seen(study) == [("COMPLETE", 1.0), ("COMPLETE", 3.0), ("PRUNED", None)]
 
     def test_bad_trials_are_never_among_the_best(self) -> None:
         """Even if fewer trials have a value than would be among the best."""
@@ -184,7 +198,8 @@ class TestTrialsShownToSampler:
             "own": {"float": [0.0, 1.0], "when": {"kind": "bad"}},
             "x": {"float": [0.0, 1.0]},
         }
-        study, conditional = make_study("tpe", 0), space_parser.parse(given, "sweep.yaml")
+        conditional = space_parser.parse(given, "sweep.yaml")
+        study = optuna.create_study(direction="maximize", sampler=RungTpe(space=conditional, seed=0))
         for _ in range(60):
             trial = study.ask()
             values = conditional.suggest(trial)

@@ -157,7 +157,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "loss to maximize": (change(metric="val_loss"), "metric val_loss: add `direction: minimize`; without it"),
     "unknown pruner": (
         change(pruner="medan"),
-        "'medan': expected none, median, hyperband, or package.module.Class (d",
+        "'medan': expected none, median, hyperband, asha, or package.module.Class (d",
     ),
     "options of median pruner": (change(pruner={"name": "median", "options": {"a": 1}}), "median has keys of its own"),
     "hyperband without max_resource": (change(pruner="hyperband"), "hyperband needs max_resource"),

@@ -10,20 +10,21 @@ from typing import Any
 import pytest
 
 from mgpu_slurm.core import files
+from mgpu_slurm.metrics.report_socket import CONTINUE, Verdict
 from mgpu_slurm.rank.signals import Stop
 from mgpu_slurm.registry import sweep_state
 from mgpu_slurm.request.spec import TERMINATED_EXIT_CODE
 from mgpu_slurm.run_folder import records
 from mgpu_slurm.run_folder.layout import RunFolder
 from mgpu_slurm.run_folder.record_types import RunState
-from mgpu_slurm.sweeps.scheduling import construction, samplers
+from mgpu_slurm.sweeps.scheduling import samplers
 from mgpu_slurm.sweeps.study import trial_queue as studies
 from mgpu_slurm.sweeps.study.health import FIRST_FAILURES
 from mgpu_slurm.sweeps.worker import study_client
 from mgpu_slurm.sweeps.worker.messages import Assignment, BrokenWorker, Leave, SweepFailed
+from mgpu_slurm.sweeps.worker.paused_trials import WORSE
 from mgpu_slurm.sweeps.worker.study_client import StudyClient
-from mgpu_slurm.sweeps.worker.trial import WORSE
-from tests.sweeps.sweeps import begin, finish, kill, leave, make, states, study_of, sweep_of, worker
+from tests.sweeps.sweeps import begin, finish, kill, leave, make, states, study_of, worker
 
 
 class TestCommonFailures:
@@ -46,7 +47,7 @@ class TestCommonFailures:
         part = worker(folder, 0)
         for number in range(5):
             begin(part)
-            assert part.report(1, {"scores": 0.5}) is None
+            assert part.report(1, {"scores": 0.5}) == CONTINUE
             said = "the job never reported or returned the metric 'score' (did you mean 'scores'?)"
             with pytest.raises(SweepFailed) if number == 4 else nullcontext() as ended:
                 part.complete({"scores": 0.5}, {"scores": 0.5}, step=1, progress=1)
@@ -74,7 +75,7 @@ class TestCommonFailures:
         folder = make(tmp_path, trials=9)
         well, broken = worker(folder, 0), worker(folder, 1)
         begin(well)
-        assert well.report(1, {"score": 0.9}) is None
+        assert well.report(1, {"score": 0.9}) == CONTINUE
         for _ in range(3):
             begin(broken)
             broken.fail("OSError: no GPU")
@@ -152,7 +153,7 @@ def do_well(*parts: StudyClient) -> None:
 def shown(folder: RunFolder) -> list[str]:
     """States of trials as a sampler that learns from failures has them."""
     study = study_of(folder)
-    sampler: Any = construction.sampler_of(sweep_of(folder).sampler, worker=0)
+    sampler: Any = samplers.LearningTpe()
     return [trial.state.name for trial in sampler._shown(study).get_trials()]
 
 
@@ -404,11 +405,11 @@ class TestPruning:
         part = worker(folder, 0)
         begin(part)
         for progress in (1, 2, 3):
-            assert part.report(progress, {"score": 0.9}) is None
+            assert part.report(progress, {"score": 0.9}) == CONTINUE
         finish(part, 0.9)
         begin(part)
-        assert part.report(2, {"score": 0.1}) == WORSE
-        assert part.report(3, {"score": 0.1}) is None
+        assert part.report(2, {"score": 0.1}) == Verdict(WORSE)
+        assert part.report(3, {"score": 0.1}) == CONTINUE
 
     def test_sweep_with_only_pruned_trials_has_failed(self, tmp_path: Path) -> None:
         folder = make(tmp_path, trials=1, workers=1)

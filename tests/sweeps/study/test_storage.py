@@ -17,10 +17,12 @@ from optuna.trial import Trial, TrialState
 
 from mgpu_slurm.core.errors import ClusterError, UserError
 from mgpu_slurm.sweeps.scheduling import construction
+from mgpu_slurm.sweeps.scheduling.scheduler import Decision
 from mgpu_slurm.sweeps.search import sweep_file
 from mgpu_slurm.sweeps.search.space import Space
 from mgpu_slurm.sweeps.search.sweep_file import Sweep
 from mgpu_slurm.sweeps.study import trial_queue as studies
+from mgpu_slurm.sweeps.study.snapshots import Snapshots
 from mgpu_slurm.sweeps.study.trial_queue import Worker
 from tests.forks import FORKS
 from tests.mariadb import Server as MariaDB
@@ -413,14 +415,17 @@ def test_loading_a_missing_study_is_an_error(place: Place) -> None:
 
 
 def decisions(study: optuna.Study, made: Sweep, take: Callable[[], Trial]) -> list[Any]:
-    """What is chosen and what is given up, of trials whose curves are fixed."""
+    """What is chosen and which are pruned, of trials whose curves are fixed."""
     found: list[Any] = []
+    scheduler = construction.scheduler_of(made.pruner, made.direction)
+    snapshots = Snapshots(study, scheduler)
     for number in range(made.trials or 0):
         trial = take()
         found.append(suggest(made, trial))
         for progress in range(1, 10):
             trial.report((number * 7 % 5) / progress, progress)
-            found.append(bool(trial.should_prune()))
+            is_due = scheduler.is_due(progress - 1, progress)
+            found.append(is_due and scheduler.decide(snapshots.take(made.trials), number) is Decision.PRUNE)
             if found[-1]:
                 break
         if found[-1]:
@@ -440,8 +445,7 @@ def test_sampler_and_pruner_decide_as_in_memory(place: Place, pruner: dict[str, 
     study = optuna.create_study(
         study_name=made.study,
         direction=made.direction,
-        sampler=construction.sampler_of(made.sampler, 0),
-        pruner=construction.pruner_of(made.pruner),
+        sampler=construction.sampler_of(made.sampler, 0, levels=made.pruner.levels, space=made.space),
     )
     expected = decisions(study, made, study.ask)
     assert {True, False} <= {decided for decided in expected if isinstance(decided, bool)}

@@ -12,6 +12,7 @@ from optuna.trial import TrialState, create_trial
 from mgpu_slurm.core import files
 from mgpu_slurm.sweeps.study import summary
 from mgpu_slurm.sweeps.study import trial_queue as studies
+from mgpu_slurm.sweeps.study.snapshots import ORIGIN, SECONDS
 from tests.sweeps.sweeps import begin, finish, leave, make, study_of, sweep_of, worker
 
 
@@ -43,7 +44,7 @@ def test_trials_are_shown_with_the_parameters_the_job_received(tmp_path: Path) -
         ("PRUNED", 0.25, "score is nan"),
     ]
     assert (told["best"]["number"], told["over"]) == (0, None)
-    assert told["trials"] == {"RUNNING": 0, "COMPLETE": 1, "PRUNED": 1, "FAIL": 0, "WAITING": 0}
+    assert told["trials"] == {"RUNNING": 0, "COMPLETE": 1, "PRUNED": 1, "FAIL": 0, "WAITING": 0, "PAUSED": 0}
 
 
 def test_infinite_value_is_null_in_json(tmp_path: Path) -> None:
@@ -77,13 +78,13 @@ def test_waiting_counts_unstarted_and_given_back_trials(tmp_path: Path, trials: 
         begin(part)
     parts[0].give_back(is_late=True, has_saved=True)
     told = summary.counts(study_of(folder).trials, replace(sweep_of(folder), trials=trials))
-    assert told == {"RUNNING": 1, "COMPLETE": 0, "PRUNED": 0, "FAIL": 0, "WAITING": waiting}
+    assert told == {"RUNNING": 1, "COMPLETE": 0, "PRUNED": 0, "FAIL": 0, "WAITING": waiting, "PAUSED": 0}
 
 
 def test_trials_of_another_study_are_not_counted(tmp_path: Path) -> None:
     folder = make(tmp_path, trials=1)
     study = study_of(folder)
-    study.add_trial(create_trial(value=9.0, system_attrs={studies.ORIGIN: "before"}))
+    study.add_trial(create_trial(value=9.0, system_attrs={ORIGIN: "before"}))
     told = summary.summarize(study, sweep_of(folder))
     assert (told.trials["COMPLETE"], told.trials["WAITING"], told.best) == (0, 1, None)
 
@@ -93,7 +94,7 @@ def test_trial_duration_includes_all_of_its_workers(tmp_path: Path) -> None:
     first, other = worker(folder, 0), worker(folder, 1)
     begin(first)
     first.give_back(is_late=True, has_saved=True)
-    before = study_of(folder).trials[0].system_attrs[studies.SECONDS]
+    before = study_of(folder).trials[0].system_attrs[SECONDS]
     assert before > 0
     begin(other)
     finish(other, 1.0)

@@ -7,10 +7,13 @@ from typing import Any
 
 import pytest
 
+from mgpu_slurm.sweeps.scheduling import construction
+from mgpu_slurm.sweeps.scheduling.scheduler import Decision
 from mgpu_slurm.sweeps.search import sweep_file
 from mgpu_slurm.sweeps.search.space import Space
 from mgpu_slurm.sweeps.search.sweep_file import Sweep
 from mgpu_slurm.sweeps.study import trial_queue as studies
+from mgpu_slurm.sweeps.study.snapshots import Snapshots
 from mgpu_slurm.sweeps.study.trial_queue import Worker
 
 SPACE = {"lr": {"float": [1e-4, 1.0], "log": True}, "layers": {"choice": [[8], [8, 8]]}}
@@ -85,7 +88,9 @@ def test_pruner_given_by_import_path_uses_its_options(journal: Path) -> None:
     study = studies.load(made, journal, Worker(0, 1))
     trial = studies.take(study, made, Worker(0, 1), journal.with_name("trials.lock"))
     assert trial is not None
+    scheduler = construction.scheduler_of(made.pruner, made.direction)
+    snapshots = Snapshots(study, scheduler)
     trial.report(0.6, 1)
-    assert not trial.should_prune()
+    assert scheduler.decide(snapshots.take(None), 0) is Decision.CONTINUE
     trial.report(0.4, 2)
-    assert trial.should_prune()
+    assert scheduler.decide(snapshots.take(None), 0) is Decision.PRUNE

@@ -20,6 +20,7 @@ from mgpu_slurm.sweeps.search.space import Space
 from mgpu_slurm.sweeps.search.sweep_file import Sweep
 from mgpu_slurm.sweeps.study import summary, warm_start
 from mgpu_slurm.sweeps.study import trial_queue as studies
+from mgpu_slurm.sweeps.study.snapshots import ORIGIN
 from mgpu_slurm.sweeps.study.trial_queue import Worker
 
 SPACE = {
@@ -105,7 +106,7 @@ def test_previous_trials_are_known_but_not_counted(make: Make) -> None:
     second = sweep_file.load(folder.sweep)
     warm_start.add(study, warm_start.known_trials(second, "first"))
     assert studies.begun(study) == 2
-    known = [trial for trial in study.trials if studies.ORIGIN in trial.system_attrs]
+    known = [trial for trial in study.trials if ORIGIN in trial.system_attrs]
     assert [trial.params for trial in known] == [trial.params for trial in before.trials]
     assert [trial.value for trial in known] == [trial.value for trial in before.trials]
     told = summary.summarize(study, second)

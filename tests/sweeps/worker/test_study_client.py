@@ -13,6 +13,7 @@ import pytest
 from mgpu_slurm.core import files
 from mgpu_slurm.core.files import locked
 from mgpu_slurm.core.retry import quiet
+from mgpu_slurm.metrics.report_socket import CONTINUE, Verdict
 from mgpu_slurm.rank.signals import Stop
 from mgpu_slurm.registry import sweep_state
 from mgpu_slurm.request.spec import REQUEUE_EXIT_CODE, TERMINATED_EXIT_CODE
@@ -22,7 +23,7 @@ from mgpu_slurm.run_folder.record_types import RunState
 from mgpu_slurm.sweeps.study import recovery, summary
 from mgpu_slurm.sweeps.study import trial_queue as studies
 from mgpu_slurm.sweeps.worker.messages import Leave, Superseded
-from mgpu_slurm.sweeps.worker.trial import WORSE
+from mgpu_slurm.sweeps.worker.paused_trials import WORSE
 from tests.support import wait_until
 from tests.sweeps.sweeps import begin, finish, kill, leave, make, states, study_of, sweep_of, worker
 
@@ -167,7 +168,7 @@ class TestMetrics:
         first, other = worker(folder, 0), worker(folder, 1)
         begin(first)
         begin(other)
-        assert first.report(1, {"scores": 0.5}) is None
+        assert first.report(1, {"scores": 0.5}) == CONTINUE
         said = "the job has not reported 'score' (did you mean 'scores'?) yet"
         assert records.read_state(folder.of_task(0)).reason == said
         first.complete({"scores": 0.5}, {"scores": 0.5}, step=1, progress=1)
@@ -190,7 +191,7 @@ class TestMetrics:
         for score in (0.5, 0.1):
             begin(part)
             found = [part.report(at, {"score": score} if at % 3 == 0 else {"loss": 1.0}) for at in range(1, 7)]
-            assert found == ([None] * 6 if score == 0.5 else [None, None, WORSE, None, None, WORSE])
+            assert found == [Verdict(WORSE) if score != 0.5 and at % 3 == 0 else CONTINUE for at in range(1, 7)]
             part.complete({}, {}, step=1, progress=6)
         assert [trial.intermediate_values for trial in study_of(folder).trials] == [{3: 0.5, 6: 0.5}, {3: 0.1, 6: 0.1}]
 
@@ -214,7 +215,7 @@ class TestMetrics:
         folder = make(tmp_path)
         part = worker(folder, 0)
         begin(part)
-        assert part.report(1, {"score": value}) == f"score is {value}"
+        assert part.report(1, {"score": value}) == Verdict(f"score is {value}")
         part.prune(f"score is {value}", 1)
         begin(part)
         part.complete({"score": value}, {}, step=1, progress=1)
@@ -230,10 +231,10 @@ def test_trial_worse_than_the_median_is_pruned_with_its_value(tmp_path: Path) ->
     folder = make(tmp_path, pruner={"name": "median", "startup_trials": 1})
     part = worker(folder, 0)
     begin(part)
-    assert [part.report(progress, {"score": 1.0}) for progress in (1, 2)] == [None, None]
+    assert [part.report(progress, {"score": 1.0}) for progress in (1, 2)] == [CONTINUE, CONTINUE]
     finish(part, 1.0)
     begin(part)
-    assert part.report(1, {"score": 0.1}) == WORSE
+    assert part.report(1, {"score": 0.1}) == Verdict(WORSE)
     part.prune(WORSE, 1)
     assert states(folder)[:2] == ["COMPLETE", "PRUNED"]
     assert study_of(folder).trials[1].value == 0.1
@@ -260,7 +261,7 @@ class TestAskedToStop:
         part.next(Stop.REQUEUE)
         begin(other)
         other.give_back(is_late=False, has_saved=False)
-        assert [records.read_state(folder.of_task(task)).trial for task in (0, 1)] == [None, None]
+        assert [records.read_state(folder.of_task(task)).trial for task in (0, 1)] == [CONTINUE, CONTINUE]
 
     def test_given_back_trial_is_next_with_its_number_values_and_curve(self, tmp_path: Path) -> None:
         folder = make(tmp_path)
@@ -414,7 +415,7 @@ class TestDeadWorkers:
         wanted = studies.Worker(0, 1).claim
         study._storage.set_trial_system_attr(study.trials[mine.number]._trial_id, wanted, 1)
         worker(folder, 0, attempt=2).settle()
-        assert other.report(1, {"score": 0.5}) is None
+        assert other.report(1, {"score": 0.5}) == CONTINUE
         finish(other, 0.5)
         assert study_of(folder).trials[mine.number].state.name == "COMPLETE"
 
