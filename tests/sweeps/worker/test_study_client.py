@@ -261,7 +261,7 @@ class TestAskedToStop:
         part.next(Stop.REQUEUE)
         begin(other)
         other.give_back(is_late=False, has_saved=False)
-        assert [records.read_state(folder.of_task(task)).trial for task in (0, 1)] == [CONTINUE, CONTINUE]
+        assert [records.read_state(folder.of_task(task)).trial for task in (0, 1)] == [None, None]
 
     def test_given_back_trial_is_next_with_its_number_values_and_curve(self, tmp_path: Path) -> None:
         folder = make(tmp_path)
