@@ -78,7 +78,7 @@ JOB = """
                 time.sleep(0.01)
             if config.does == "goes on until told" and (place / "gate").exists():
                 break
-            score = {"hopeless": -1.0, "nan": float("nan")}.get(config.does, 1.0)
+            score = {"hopeless": -1.0, "nan": float("nan"), "reports x": config.x}.get(config.does, 1.0)
             try:
                 run.report(epoch, **{config.metric: score})
             except Exception:
