@@ -1,4 +1,4 @@
-"""`python -m benchmarks [NAME ...]`: runs those or all, keeps tables in results.md.
+"""`python -m benchmarks [--long] [NAME ...]`: runs those or all, keeps tables in results.md.
 
 A target that is missed is reported like one that is met; it is no error.
 """
@@ -23,6 +23,7 @@ from benchmarks import (
     plan,
     report,
     report_cost,
+    search,
     sharded,
     slow_disk,
     slurm,
@@ -50,8 +51,11 @@ BENCHMARKS = {
     "input": input.run,
     "storage": storage.run,
     "sweep": sweep.run,
+    "search": search.run,
     "gpu": gpu.run,
 }
+LONG = {"search": search.run_long}
+"""Run instead with `--long`."""
 NEED_GPU = {"gpu"}
 RESULTS = Path(__file__).parent / "results.md"
 PREFACE = """# Speed
@@ -61,17 +65,19 @@ bootstrap over the pairs. Targets are upper bounds.
 """
 
 
-def main(names: list[str]) -> None:
-    unknown = [name for name in names if name not in BENCHMARKS]
+def main(words: list[str]) -> None:
+    names = [word for word in words if word != "--long"]
+    benchmarks = LONG if "--long" in words else BENCHMARKS
+    unknown = [name for name in names if name not in benchmarks]
     if unknown:
-        sys.exit(f"benchmark {unknown[0]!r}: expected some of {', '.join(BENCHMARKS)}, or none for all")
-    for name in names or BENCHMARKS:
+        sys.exit(f"benchmark {unknown[0]!r}: expected some of {', '.join(benchmarks)}, or none for all")
+    for name in names or benchmarks:
         if name in NEED_GPU and not torch.cuda.is_available():
             print(f"{name}: skipped: torch finds no GPU on this machine", file=sys.stderr)
             continue
         print(f"{name} ...", file=sys.stderr, flush=True)
         load = report.load()
-        section = BENCHMARKS[name]()
+        section = benchmarks[name]()
         text = section.text(report.circumstances(load))
         print(text, flush=True)
         report.save(RESULTS, PREFACE, section.title, text)

@@ -190,7 +190,7 @@ class Promotion(Scheduler):
             places = DROP_RANK * max(1, len(order) // self.factor)
         else:
             first = self.first_rung(alike[0].number)
-            places = max(1, self._of_kind(snapshot.trials, first) // self.factor ** (rung - first + 1))
+            places = max(1, self._of_kind(snapshot.trials, first) // self.factor ** max(1, rung - first + 1))
         # the best one may be needed for the last call
         return [each.number for each in order[places:] if each.number in numbers]
 

@@ -6,7 +6,6 @@ whatever it does now: it may be paused, pruned later, or still run. Points of a 
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,10 +14,11 @@ from typing import Any
 from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
 from optuna.samplers import RandomSampler
 from optuna.study import Study
-from optuna.trial import FrozenTrial, TrialState
+from optuna.trial import FrozenTrial
 
 from mgpu_slurm.core.errors import UserError
 from mgpu_slurm.sweeps.optuna_adapter import FIXED_PARAMS, StudyView
+from mgpu_slurm.sweeps.scheduling.observations import Observations
 from mgpu_slurm.sweeps.scheduling.samplers import LearningTpe
 from mgpu_slurm.sweeps.search.parameters import Choice, Float, Int, Parameter, Values
 from mgpu_slurm.sweeps.search.space import Space
@@ -75,14 +75,13 @@ class RungTpe(LearningTpe):
         if group:
             raise ValueError("group is an option of optuna.samplers.TPESampler")
         super().__init__(seed=seed, n_startup_trials=0, **options)
-        self._levels = levels
         self._space = space
-        self._enough = max(1, n_startup_trials)
+        self._observations = Observations(levels, max(1, n_startup_trials))
         self._draws_together = multivariate
         self._random = RandomSampler(seed=seed)
-        self._copies: dict[tuple[int, int | None], FrozenTrial] = {}
-        """Trials that have ended, as shown at a level."""
         self._known: _Known | None = None
+        self._failures = 0
+        """How many trials had failed by themselves at the last look."""
 
     # -- Optuna's interface
 
@@ -115,7 +114,9 @@ class RungTpe(LearningTpe):
 
     def _look(self, study: Study, trial: FrozenTrial) -> _Known:
         others = [each for each in study.get_trials(deepcopy=False) if each.number != trial.number]
-        observations = self._observations(study, others)
+        worst = self.own_failures(study, others)
+        observations = self._observations.of(others, worst)
+        self._failures = len(worst)
         shown = None if observations is None else StudyView(study, lambda _: observations)
         if self._space is not None:
             return _Known(trial.number, shown, self._space, is_whole=True)
@@ -125,50 +126,12 @@ class RungTpe(LearningTpe):
         names = {each.name for each in space.parameters}
         return _Known(trial.number, shown, space, all(names == each.distributions.keys() for each in seen))
 
-    def _observations(self, study: Study, trials: Sequence[FrozenTrial]) -> list[FrozenTrial] | None:
-        """Return the trials with their values at the highest level at which enough have one; None if there is none.
-
-        Trials that failed by themselves are worst at each level. Running trials without a value stay as they are: TPE
-        avoids their neighbourhood.
-        """
-        worst = self.own_failures(study, trials)
-        others = [each for each in trials if each.number not in worst and each.state != TrialState.FAIL]
-        furthest = max((max(each.intermediate_values) for each in others if each.intermediate_values), default=0)
-        for level in (*(level for level in reversed(self._levels) if level <= furthest), None):
-            values = {each.number: value for each in others if (value := self._value(each, level)) is not None}
-            if values and len(values) + len(worst) >= self._enough:
-                break
+    def prepare(self, study: Study, search_space: dict[str, BaseDistribution]) -> None:
+        if self._failures:
+            super().prepare(study, search_space)
         else:
-            return None
-        shown = []
-        for each in trials:
-            if each.number in values or each.number in worst:
-                shown.append(self._copy(each, level, values.get(each.number)))
-            elif each.state == TrialState.RUNNING:
-                shown.append(each)
-        return shown
-
-    def _value(self, trial: FrozenTrial, level: int | None) -> float | None:
-        """Return a trial's value at a level: the first one that it reported there or later; or its final one."""
-        if trial.state == TrialState.COMPLETE and (level is None or level == self._levels[-1]):
-            return trial.value
-        if level is None or not trial.intermediate_values:
-            return None
-        step = min((step for step in trial.intermediate_values if step >= level), default=None)
-        return None if step is None else trial.intermediate_values[step]
-
-    def _copy(self, trial: FrozenTrial, level: int | None, value: float | None) -> FrozenTrial:
-        """Return a trial as complete with this value, or, without one, as worse than all others."""
-        key = (trial.number, level)
-        found = self._copies.get(key)
-        if found is None:
-            found = copy.copy(trial)
-            # TPE ranks pruned trials after complete ones, and those without a report last
-            found.state = TrialState.PRUNED if value is None else TrialState.COMPLETE
-            found.values, found.intermediate_values = None if value is None else [value], {}
-            if trial.state.is_finished():
-                self._copies[key] = found
-        return found
+            # the same, without looking at all trials again
+            self.learn_from(self._observations.count)
 
     # -- drawing
 

@@ -120,11 +120,19 @@ class LearningTpe(_LearnsFromFailures, WeightedTpe):
         ended = [each for each in ended if search_space.keys() <= each.params.keys()]
         good = list(filter(_has_value, ended))
         bad = [each for each in ended if not _has_value(each)]
-        # keep bad trials out of the best share even while fewer trials than its size have a value
-        self.limit_best_share(len(good))
-        self._odds = None
+        self.learn_from(len(good))
         if bad:
             self._odds = self._odds_of(study, search_space, good), self._odds_of(study, search_space, bad)
+
+    def learn_from(self, good: int) -> None:
+        """Prepare for a proposal without regard to failures.
+
+        Args:
+            good: the number of trials with a value.
+        """
+        # keep bad trials out of the best share even while fewer trials than its size have a value
+        self.limit_best_share(good)
+        self._odds = None
 
     def _odds_of(self, study: Study, search_space: dict[str, BaseDistribution], trials: list[FrozenTrial]) -> Density:
         density = self.density(study, search_space, trials)

@@ -42,7 +42,8 @@ def ask(study: Study) -> Trial:
 def seen(study: Study) -> list[tuple[int, str, float | None]] | None:
     """Return number, state and value of the trials as TPE sees them; None if it draws at random."""
     sampler: Any = study.sampler
-    trials = sampler._observations(study, study.get_trials(deepcopy=False))
+    trials = study.get_trials(deepcopy=False)
+    trials = sampler._observations.of(trials, sampler.own_failures(study, trials))
     return None if trials is None else [(trial.number, trial.state.name, trial.value) for trial in trials]
 
 

@@ -117,8 +117,9 @@ class TestTrialsShownToSampler:
     def seen(self, study: Study) -> list[tuple[str, float | None]]:
         shown: Any = study.sampler
         if isinstance(shown, RungTpe):
-            trials = shown._observations(study, study.get_trials(deepcopy=False))
-            return [(trial.state.name, trial.value) for trial in trials or ()]
+            trials = study.get_trials(deepcopy=False)
+            observed = shown._observations.of(trials, shown.own_failures(study, trials)) or ()
+            return [(trial.state.name, trial.value) for trial in observed]
         return [(trial.state.name, trial.value) for trial in shown._shown(study)._get_trials(deepcopy=False)]
 
     def told(self, name: str, direction: str = "maximize", **options: Any) -> Study:

@@ -1,0 +1,114 @@
+"""What trials of different lengths show: their values at the highest of several levels that enough have reached."""
+
+from __future__ import annotations
+
+import bisect
+import copy
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from optuna.trial import FrozenTrial, TrialState
+
+
+@dataclass(frozen=True, slots=True)
+class _Facts:
+    trial: FrozenTrial
+    values: tuple[float, ...]
+    """Its value at each level that it has reached, which is the first one that it reported there or later."""
+    final: float | None
+    """The value of a complete trial; it counts at the last level, and without levels."""
+
+
+class Observations:
+    """The trials of a study as observations; each is looked at again only if it has changed."""
+
+    def __init__(self, levels: Sequence[int], enough: int) -> None:
+        """
+        Args:
+            levels: progress values, ascending.
+            enough: number of trials with a value at a level, or failed, for which it is used.
+        """
+        self._levels = levels
+        self._enough = enough
+        self._facts: dict[int, _Facts] = {}
+        self._shown: dict[tuple[int, int], tuple[FrozenTrial, FrozenTrial]] = {}
+        """Trials, and how they are shown, by number and level."""
+        self.count = 0
+        """Number of values at the level that was used last."""
+
+    def of(self, trials: Sequence[FrozenTrial], worst: Collection[int]) -> list[FrozenTrial] | None:
+        """Return the trials with a value at the highest level that enough of them have, as complete; None if there is
+        no such level.
+
+        Running trials without a value there are returned as they are: TPE avoids their neighbourhood.
+
+        Args:
+            worst: numbers of the trials that are worse than all others at each level.
+        """
+        facts = [self._facts_of(trial) for trial in trials]
+        level = self._highest_level(facts, worst)
+        if level is None:
+            return None
+        found, self.count = [], 0
+        for each in facts:
+            trial = each.trial
+            value = None if trial.number in worst or trial.state == TrialState.FAIL else self._value(each, level)
+            self.count += value is not None
+            if value is not None or trial.number in worst:
+                found.append(self._as_observed(trial, level, value))
+            elif trial.state == TrialState.RUNNING:
+                found.append(trial)
+        return found
+
+    def _facts_of(self, trial: FrozenTrial) -> _Facts:
+        known = self._facts.get(trial.number)
+        # storages replace a trial that changes
+        if known is None or known.trial is not trial:
+            final = trial.value if trial.state == TrialState.COMPLETE else None
+            known = self._facts[trial.number] = _Facts(trial, self._values(trial), final)
+        return known
+
+    def _values(self, trial: FrozenTrial) -> tuple[float, ...]:
+        reports = trial.intermediate_values
+        steps = sorted(reports) if self._levels else []
+        reached = bisect.bisect_right(self._levels, steps[-1]) if steps else 0
+        return tuple(reports[steps[bisect.bisect_left(steps, level)]] for level in self._levels[:reached])
+
+    def _highest_level(self, facts: Sequence[_Facts], worst: Collection[int]) -> int | None:
+        """Return the index of the level; one more than the last for final values alone, if no level has enough."""
+        levels = len(self._levels)
+        # trials by the number of levels that they have reached
+        reached = [0] * (levels + 1)
+        finals = 0
+        for each in facts:
+            if each.trial.number in worst or each.trial.state == TrialState.FAIL:
+                continue
+            finals += each.final is not None
+            reached[levels if each.final is not None else len(each.values)] += 1
+        count = 0
+        for level in reversed(range(levels)):
+            count += reached[level + 1]
+            if count and count + len(worst) >= self._enough:
+                return level
+        return levels if finals and finals + len(worst) >= self._enough else None
+
+    def _value(self, facts: _Facts, level: int) -> float | None:
+        if facts.final is not None and level >= len(self._levels) - 1:
+            return facts.final
+        if level < len(facts.values):
+            return facts.values[level]
+        # a complete trial that was shorter than the level
+        return facts.final
+
+    def _as_observed(self, trial: FrozenTrial, level: int, value: float | None) -> FrozenTrial:
+        """Return a trial as complete with this value, or, without one, as worse than all others."""
+        if trial.state == TrialState.COMPLETE and value == trial.value:
+            return trial
+        known = self._shown.get((trial.number, level))
+        if known is None or known[0] is not trial:
+            shown = copy.copy(trial)
+            # TPE ranks pruned trials after complete ones, and those without a report last
+            shown.state = TrialState.PRUNED if value is None else TrialState.COMPLETE
+            shown.values, shown.intermediate_values = None if value is None else [value], {}
+            known = self._shown[trial.number, level] = trial, shown
+        return known[1]
