@@ -19,7 +19,7 @@ COMMANDS = [
     *(setup.init, setup.doctor),
     *(submit.submit, submit.resume, submit.scaling),
     *(manage.status, manage.logs, manage.wait, manage.cancel, manage.clean, manage.shell),
-    *(sweeps.sweep, sweeps.best, sweeps.repair),
+    *(sweeps.sweep, sweeps.best, sweeps.trials, sweeps.importance, sweeps.repair),
     *(results.why, results.aggregate, results.tensorboard, results.profile, results.export),
 ]
 

@@ -1,4 +1,4 @@
-"""Search for parameters: `sweep`, `best` and `repair`."""
+"""Search for parameters: `sweep`, `best`, `trials`, `importance` and `repair`."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import click
 
 from mgpu_slurm.cli.options import code_flag, json_flag
 from mgpu_slurm.cli.output import follow_to_the_end, print_ending, print_json, print_lines, print_note
+from mgpu_slurm.core.errors import UserError
 from mgpu_slurm.core.formatting import program
 
 
@@ -69,8 +70,9 @@ def sweep(
 @click.command()
 @click.argument("name", metavar="STUDY")
 @click.option("--yaml", "as_yaml", is_flag=True, help="Print its full config as YAML for `submit --config`.")
+@click.option("--top", type=click.IntRange(min=1), metavar="K", help="List the best K complete trials.")
 @json_flag
-def best(name: str, as_yaml: bool, as_json: bool) -> None:
+def best(name: str, as_yaml: bool, top: int | None, as_json: bool) -> None:
     """Show the best trial of a sweep, and how to train it again."""
     from dataclasses import asdict
 
@@ -78,6 +80,11 @@ def best(name: str, as_yaml: bool, as_json: bool) -> None:
     from mgpu_slurm.request import config as configs
     from mgpu_slurm.sweeps.study import best_trial
 
+    if top is not None:
+        if as_yaml:
+            raise UserError("--top: --yaml prints the config of one trial: remove one of them")
+        _list_trials(name, top, as_json=as_json)
+        return
     found = best_trial.best(lookup.find(name))
     if as_json:
         print_json(asdict(found))
@@ -85,6 +92,65 @@ def best(name: str, as_yaml: bool, as_json: bool) -> None:
         print(configs.dump_yaml(found.config), end="")
     else:
         print_lines(found.lines())
+
+
+@click.command()
+@click.argument("name", metavar="STUDY")
+@click.option("--csv", "as_csv", is_flag=True, help="Print CSV, with a column for each parameter and rung.")
+@click.option("-o", "--output", type=click.Path(path_type=Path), metavar="FILE", help="Write to a file instead.")
+@json_flag
+def trials(name: str, as_csv: bool, output: Path | None, as_json: bool) -> None:
+    """List all trials of a sweep."""
+    if as_csv and as_json:
+        raise UserError("--csv and --json: choose one of them")
+    _list_trials(name, as_json=as_json, as_csv=as_csv, output=output)
+
+
+def _list_trials(
+    name: str, top: int | None = None, as_json: bool = False, as_csv: bool = False, output: Path | None = None
+) -> None:
+    """Print the trials of a sweep, or the best of them, or write them to a file."""
+    import json
+
+    from mgpu_slurm.core.files import without_nan, write_whole
+    from mgpu_slurm.sweeps.analysis import trial_table
+    from mgpu_slurm.sweeps.study import warm_start
+
+    folder, sweep, study = warm_start.find(name)
+    found = trial_table.rows(study, sweep, folder)
+    if top is not None:
+        found = trial_table.best_first(found, sweep)[:top]
+    if as_csv or (output is not None and output.suffix == ".csv" and not as_json):
+        text = trial_table.as_csv(found)
+    elif as_json or output is not None:
+        text = json.dumps(without_nan(trial_table.as_json(found)), indent=2) + "\n"
+    else:
+        text = "\n".join(trial_table.lines(found, sweep)) + "\n"
+    if output is None:
+        print(text, end="", flush=True)
+    else:
+        write_whole(output, text)
+        print(f"written   {output}: {len(found)} trials")
+
+
+@click.command()
+@click.argument("name", metavar="STUDY")
+@json_flag
+def importance(name: str, as_json: bool) -> None:
+    """Show which parameters of a sweep matter, and what to change in its next one."""
+    from dataclasses import asdict
+
+    from mgpu_slurm.sweeps.analysis import hints
+    from mgpu_slurm.sweeps.analysis import importance as importances
+    from mgpu_slurm.sweeps.study import warm_start
+
+    _, sweep, study = warm_start.find(name)
+    found = importances.importance(study, sweep)
+    advice = hints.hints(study, sweep)
+    if as_json:
+        print_json(asdict(found) | {"hints": advice})
+        return
+    print_lines([*found.lines(), *([""] if advice else []), *advice])
 
 
 @click.command()

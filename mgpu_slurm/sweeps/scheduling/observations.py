@@ -35,6 +35,8 @@ class Observations:
         """Trials, and how they are shown, by number and level."""
         self.count = 0
         """Number of values at the level that was used last."""
+        self.level: int | None = None
+        """That level; None for final values."""
 
     def of(self, trials: Sequence[FrozenTrial], worst: Collection[int]) -> list[FrozenTrial] | None:
         """Return the trials with a value at the highest level that enough of them have, as complete; None if there is
@@ -49,6 +51,7 @@ class Observations:
         level = self._highest_level(facts, worst)
         if level is None:
             return None
+        self.level = self._levels[level] if level < len(self._levels) else None
         found, self.count = [], 0
         for each in facts:
             trial = each.trial

@@ -51,7 +51,7 @@ def entry_of(trial: FrozenTrial, number: int, scheduler: Scheduler) -> Entry:
     Args:
         number: see `Entry.number`.
     """
-    values = _values_at(scheduler.rungs, trial.intermediate_values)
+    values = values_at(scheduler.rungs, trial.intermediate_values)
     until = until_of(trial) if scheduler.pauses else max(values, default=0)
     values = {rung: value for rung, value in values.items() if rung <= until}
     state = _ENDED.get(trial.state, EntryState.RUNNING)
@@ -60,7 +60,8 @@ def entry_of(trial: FrozenTrial, number: int, scheduler: Scheduler) -> Entry:
     return Entry(number, until, values, state)
 
 
-def _values_at(rungs: Sequence[int], reports: Mapping[int, float]) -> dict[int, float]:
+def values_at(rungs: Sequence[int], reports: Mapping[int, float]) -> dict[int, float]:
+    """Return values by the index of the rung: the first that was reported at the rung or later."""
     steps = sorted(reports) if rungs else []
     places = [bisect.bisect_left(steps, rung) for rung in rungs]
     return {rung: reports[steps[place]] for rung, place in enumerate(places) if place < len(steps)}

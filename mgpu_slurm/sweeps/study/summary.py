@@ -82,15 +82,15 @@ def summarize(study: Study, sweep: Sweep) -> SweepSummary:
         metric=sweep.metric,
         direction=sweep.direction,
         trials=counts(trials, sweep),
-        best=None if best is None else _described(best, sweep),
-        known=tuple(_described(trial, sweep) for trial in trials if _is_known_point(trial, sweep)),
+        best=None if best is None else described(best, sweep),
+        known=tuple(described(trial, sweep) for trial in trials if _is_known_point(trial, sweep)),
         given_back=sum(studies.was_given_back(trial, sweep) for trial in trials),
         paused=_paused(trials, sweep),
         promotable=promotable(study, sweep),
         furthest=None if best is not None else _furthest(trials, sweep),
         over=studies.why_over(study),
         seconds={"complete": _seconds(trials, TrialState.COMPLETE), "pruned": _seconds(trials, TrialState.PRUNED)},
-        recent=tuple(_described(trial, sweep) for trial in ended[-RECENT:]),
+        recent=tuple(described(trial, sweep) for trial in ended[-RECENT:]),
         updated=now(),
     )
 
@@ -107,7 +107,7 @@ def _furthest(trials: Iterable[FrozenTrial], sweep: Sweep) -> TrialSummary | Non
     paused = [trial for trial in trials if is_paused(trial, sweep.pruner)]
     rank = {trial.number: (-until_of(trial), sign * _last(trial), trial.number) for trial in paused}
     found = min(paused, key=lambda trial: rank[trial.number], default=None)
-    return None if found is None else _described(found, sweep)
+    return None if found is None else described(found, sweep)
 
 
 def _last(trial: FrozenTrial) -> float:
@@ -126,7 +126,8 @@ def _is_known_point(trial: FrozenTrial, sweep: Sweep) -> bool:
     return sweep.sampler.name != "grid" and bool(trial.system_attrs.get(FIXED_PARAMS)) and trial.value is not None
 
 
-def _described(trial: FrozenTrial, sweep: Sweep) -> TrialSummary:
+def described(trial: FrozenTrial, sweep: Sweep) -> TrialSummary:
+    """Return a trial as `summary.json` has it."""
     last = max(trial.intermediate_values, default=None)
     value = trial.value
     if value is None and last is not None:
@@ -152,6 +153,9 @@ def _length(trial: FrozenTrial) -> float | None:
     if trial.datetime_start is None or trial.datetime_complete is None:
         return None
     before: float = trial.system_attrs.get(SECONDS, 0.0)
+    if before and not studies.claims(trial):
+        # no worker had it when it ended: it was pruned while it was paused
+        return before
     return before + (trial.datetime_complete - trial.datetime_start).total_seconds()
 
 

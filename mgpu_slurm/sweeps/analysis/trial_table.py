@@ -1,0 +1,133 @@
+"""All trials of a study as a table: for people, as JSON, or as CSV."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+
+from optuna.study import Study
+from optuna.trial import FrozenTrial
+
+from mgpu_slurm.run_folder import records
+from mgpu_slurm.run_folder.layout import RunFolder
+from mgpu_slurm.sweeps.search.parameters import Values
+from mgpu_slurm.sweeps.search.sweep_file import Sweep
+from mgpu_slurm.sweeps.study import summary
+from mgpu_slurm.sweeps.study import trial_queue as studies
+from mgpu_slurm.sweeps.study.snapshots import values_at
+
+
+@dataclass(frozen=True)
+class TrialRow:
+    """One trial."""
+
+    number: int
+    state: str
+    """Optuna's state, or PAUSED."""
+    value: float | None
+    """The value of a complete trial, or the last one reported; None without any, or if it is not finite."""
+    params: Values
+    """The parameters by name, as passed to the job."""
+    rungs: Mapping[str, float]
+    """Values by the progress of the pruner's rungs."""
+    seconds: float | None
+    """How long workers have had it; None until it has ended."""
+    worker: int | None
+    """The worker that had it last."""
+    reason: str
+    """Why it failed or was pruned."""
+
+
+def rows(study: Study, sweep: Sweep, folder: RunFolder) -> list[TrialRow]:
+    """Return the study's own trials that have begun, by number.
+
+    Args:
+        folder: the folder of the sweep.
+    """
+    own = [trial for trial in summary.own_trials(study) if trial.datetime_start is not None]
+    return [_row(trial, sweep, folder.of_trial(trial.number)) for trial in own]
+
+
+def _row(trial: FrozenTrial, sweep: Sweep, folder: RunFolder) -> TrialRow:
+    found = summary.described(trial, sweep)
+    rungs = sweep.pruner.rungs
+    values = values_at(rungs, trial.intermediate_values)
+    return TrialRow(
+        number=trial.number,
+        state=found.state,
+        value=found.value,
+        params=found.params,
+        rungs={str(rungs[place]): value for place, value in values.items() if math.isfinite(value)},
+        seconds=found.seconds,
+        worker=next(iter(studies.claims(trial)), _last_worker(folder)),
+        reason=found.reason,
+    )
+
+
+def _last_worker(folder: RunFolder) -> int | None:
+    """Return the worker of the trial's last attempt, by the trial's own history."""
+    started = [event.others.get("worker") for event in records.events(folder) if event.event == "started"]
+    return started[-1] if started else None
+
+
+def best_first(found: Sequence[TrialRow], sweep: Sweep) -> list[TrialRow]:
+    """Return the complete trials, best first; of equal ones, the earlier first."""
+    sign = -1 if sweep.direction == "maximize" else 1
+    complete = [row for row in found if row.state == "COMPLETE" and row.value is not None]
+    return sorted(complete, key=lambda row: (sign * (row.value or 0.0), row.number))
+
+
+def as_json(found: Sequence[TrialRow]) -> list[dict[str, object]]:
+    return [asdict(row) for row in found]
+
+
+def as_csv(found: Sequence[TrialRow]) -> str:
+    """Return a table with a column for each parameter, `params.lr`, and each rung, `rungs.9`."""
+    params = list(dict.fromkeys(name for row in found for name in row.params))
+    rungs = sorted({rung for row in found for rung in row.rungs}, key=int)
+    plain = ["number", "state", "value", "seconds", "worker", "reason"]
+    text = io.StringIO()
+    table = csv.writer(text, lineterminator="\n")
+    table.writerow([*plain, *(f"params.{name}" for name in params), *(f"rungs.{rung}" for rung in rungs)])
+    for row in found:
+        cells = [getattr(row, name) for name in plain]
+        cells += [_cell(row.params.get(name)) for name in params]
+        table.writerow([*cells, *(row.rungs.get(rung) for rung in rungs)])
+    return text.getvalue()
+
+
+def _cell(value: object) -> object:
+    """Return a value of a parameter as a cell of CSV; lists and mappings as JSON."""
+    return json.dumps(value) if isinstance(value, (list, dict, bool)) else value
+
+
+def lines(found: Sequence[TrialRow], sweep: Sweep) -> list[str]:
+    """Return the table for people."""
+    from tabulate import tabulate
+
+    if not found:
+        return ["no trial has begun yet"]
+    params = list(dict.fromkeys(name for row in found for name in row.params))
+    header = ["TRIAL", "STATE", sweep.metric, "AT", *params, "TIME", "REASON"]
+    return tabulate(
+        [_cells(row, params) for row in found], header, tablefmt="plain", disable_numparse=True
+    ).splitlines()
+
+
+def _cells(row: TrialRow, params: Sequence[str]) -> list[str]:
+    from mgpu_slurm.core.formatting import duration
+
+    values = [row.params.get(name) for name in params]
+    return [
+        str(row.number),
+        row.state,
+        "" if row.value is None else f"{row.value:.6g}",
+        max(row.rungs, key=int, default=""),
+        *("" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value) for value in values),
+        "" if row.seconds is None else duration(row.seconds),
+        row.reason[:60],
+    ]
