@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -190,8 +190,3 @@ class Sweep:
         if self._scheduler.pauses and decision is Decision.CONTINUE:
             optuna_adapter.set_trial_attribute(self._study, self._trial(number), UNTIL, entry.until + 1)
         return decision
-
-
-def regrets_of(methods: Mapping[str, Method], family: Family, seed: int, workers: int) -> dict[str, list[float]]:
-    """Return the regrets of each method on the same problem."""
-    return {name: Sweep(method, family, seed, workers, 4 * workers).regrets() for name, method in methods.items()}

@@ -87,7 +87,7 @@ def best(name: str, as_yaml: bool, top: int | None, as_json: bool) -> None:
         return
     found = best_trial.best(lookup.find(name))
     if as_json:
-        print_json(asdict(found))
+        print_json(asdict(found) | {"schedule": [part.to_json() for part in found.schedule]})
     elif as_yaml:
         print(configs.dump_yaml(found.config), end="")
     else:

@@ -176,6 +176,11 @@ def _all_sizes(sections: list[Path]) -> Iterator[int]:
             yield from _sizes(section)
 
 
+def size_of(folder: Path) -> int:
+    """Return the bytes of all files below a folder."""
+    return sum(_sizes(folder))
+
+
 def _sizes(folder: Path, without: frozenset[Path] = frozenset()) -> Iterator[int]:
     """Yield the sizes of the files below a folder, except below the folders in `without`."""
     try:

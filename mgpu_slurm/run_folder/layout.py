@@ -113,6 +113,16 @@ class RunFolder:
         return self.group.path / "set-aside"
 
     @property
+    def copies(self) -> Path:
+        """Checkpoints for copies of trials that have not begun, by the number of the trial that each replaces."""
+        return self.group.path / "copies"
+
+    @property
+    def copied(self) -> Path:
+        """In the folder of a trial that is a copy: which of its checkpoints is that of another trial."""
+        return self.path / "copied.json"
+
+    @property
     def parameters(self) -> Path:
         """A trial's parameters as in the study: they show that the folder belongs to this trial only."""
         return self.path / "parameters.json"

@@ -216,9 +216,21 @@ class Failure(Record):
 
 
 S = TypeVar("S", bound="SweepSummary")
+T = TypeVar("T", bound="TrialSummary")
 
 TRIAL_STATES = ("COMPLETE", "PRUNED", "FAIL", "RUNNING", "WAITING", "PAUSED")
 """Optuna's states of a trial, and that of one which waits at a rung, for which Optuna's is WAITING too."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SchedulePart(Record):
+    """The values by which a trial of population based training was trained for a while."""
+
+    trial: int
+    """The trial that was trained then, of which a later one is a copy."""
+    until: int
+    """The progress at which these values ended."""
+    params: dict[str, object] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -238,6 +250,17 @@ class TrialSummary(Record):
     """How long workers have had it; None until it has ended."""
     reason: str = ""
     """Why it failed or was pruned."""
+    schedule: tuple[SchedulePart, ...] = _optional(())
+    """Of the best trial, if it is a copy: the values by which it was trained, in their order."""
+
+    def to_json(self) -> dict[str, Any]:
+        nested = {"schedule": [each.to_json() for each in self.schedule]} if self.schedule else {}
+        return super().to_json() | nested
+
+    @classmethod
+    def from_json(cls: type[T], values: Mapping[str, Any]) -> T:
+        parts = tuple(map(SchedulePart.from_json, values.get("schedule") or ()))
+        return replace(super().from_json(values), schedule=parts)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -120,9 +120,8 @@ def _create(sweep: Sweep, values: Config, options: Options, note: Note) -> Start
         if options.dry_run:
             return
         staging.trials.mkdir()
-        study = studies.create(sweep, staging.journal)
+        study = studies.create(sweep, staging.journal, known)
         made_there.append(study)
-        warm_start.add(study, known)
         hparams.write_experiment(staging, sweep)
         summary.write(staging, study, sweep)
 
@@ -204,7 +203,8 @@ def _extend(folder: RunFolder, sweep: Sweep, values: Config, options: Options, n
         refuse_other_places(spec, options.executor, options.cluster)
         if is_alive:
             refuse_changes(old, sweep, change)
-        starting = workers_to_start(folder, sweep, found, waiting_trials(study, sweep))
+        # a call like this may raise the budget: the first worker checks whether it is still spent
+        starting = workers_to_start(folder, sweep, found, waiting_trials(study, sweep, is_over=False))
         is_full = is_alive and not spec.is_queued
         lines = _standing(old, sweep, len(trials), found) + _starts(len(starting), is_alive, is_full, options)
         starting = [] if is_full else starting
@@ -249,13 +249,13 @@ def resume(folder: RunFolder, change: Change, note: Note = quiet) -> str:
                 " resumed"
             )
         over = studies.why_over(study)
-        left, why = waiting_trials(study, sweep), ""
         if over is not None and over.failed:
             # the problem may be fixed
             studies.set_over(study, None)
-        elif over is not None:
+        left, why = waiting_trials(study, sweep, is_over=False), ""
+        if over is not None and not over.failed:
             given_back = sum(studies.was_given_back(trial, sweep) for trial in summary.own_trials(study))
-            left, why = given_back + summary.promotable(study, sweep), f" ({over.reason})"
+            left, why = given_back + summary.promotable(study, sweep, is_over=True), f" ({over.reason})"
         # a worker that was killed may have recorded an end in the study, but not in this file
         summary.write(folder, study, sweep)
         starting = workers_to_start(folder, sweep, found, left)

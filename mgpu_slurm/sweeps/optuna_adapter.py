@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import json
 from abc import abstractmethod
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Sequence
 from typing import Any, TypeAlias
 
 import numpy.typing as npt
@@ -164,6 +164,20 @@ class StudyView:
     ) -> list[FrozenTrial]:
         trials = self._shown(self._study._get_trials(deepcopy=False, use_cache=use_cache))
         found = [trial for trial in trials if states is None or trial.state in states]
+        return copy.deepcopy(found) if deepcopy else found
+
+
+class TrialsView(StudyView):
+    """A study that shows given trials, without reading any."""
+
+    def __init__(self, study: Study, trials: Sequence[FrozenTrial]) -> None:
+        super().__init__(study, list)
+        self.trials_shown = trials
+
+    def _get_trials(
+        self, deepcopy: bool = True, states: Container[TrialState] | None = None, use_cache: bool = False
+    ) -> list[FrozenTrial]:
+        found = [trial for trial in self.trials_shown if states is None or trial.state in states]
         return copy.deepcopy(found) if deepcopy else found
 
 

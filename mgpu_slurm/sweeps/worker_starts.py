@@ -36,11 +36,15 @@ def settled(folder: RunFolder, note: Note) -> Found:
         time.sleep(0.2)
 
 
-def waiting_trials(study: optuna.Study, sweep: Sweep) -> int | None:
-    """Return how many trials wait for a worker; None for as many as the budget allows."""
+def waiting_trials(study: optuna.Study, sweep: Sweep, is_over: bool) -> int | None:
+    """Return how many trials wait for a worker; None for as many as the budget allows.
+
+    Args:
+        is_over: whether paused trials are to be promoted only until one is complete.
+    """
     if sweep.trials is None:
         return None
-    return summary.counts(summary.own_trials(study), sweep)["WAITING"] + summary.promotable(study, sweep)
+    return summary.counts(summary.own_trials(study), sweep)["WAITING"] + summary.promotable(study, sweep, is_over)
 
 
 def workers_to_start(folder: RunFolder, sweep: Sweep, found: Found, left: int | None) -> list[RunFolder]:

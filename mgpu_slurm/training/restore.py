@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from mgpu_slurm.checkpoints.own_settings import OwnSettings
 from mgpu_slurm.checkpoints.train_state import Keeper
 from mgpu_slurm.core import log_lines
-from mgpu_slurm.core.errors import MgpuError
+from mgpu_slurm.core.errors import MgpuError, UserError
+from mgpu_slurm.core.files import read_json
+from mgpu_slurm.core.formatting import first_line
 from mgpu_slurm.data.loaders import Loader
 from mgpu_slurm.metrics.reporter import Reporter
 from mgpu_slurm.rank.collectives import Collectives
@@ -99,13 +102,30 @@ class Restorer:
 
     def _load(self, key: CheckpointKey) -> None:
         names = [*self._keeper.objects, *([self._position.loader_name] if self._position.loader is not None else [])]
-        with self._steps.paused():
-            self._loop_control.resume_from(self._keeper.load(key, names))
+        # a copy of another trial has its weights, and values of its own
+        own = OwnSettings(self._keeper.objects) if self._is_copied(key) else None
+        try:
+            with self._steps.paused():
+                self._loop_control.resume_from(self._keeper.load(key, names))
+        except (RuntimeError, ValueError, UserError) as error:
+            if own is None:
+                raise
+            raise UserError(
+                "this trial is a copy of another one, whose checkpoint does not fit: remove the parameters that the"
+                f" shapes of the model depend on from the pruner's `perturb` ({first_line(str(error))})"
+            ) from error
+        if own is not None:
+            own.put_back()
         if self._reporter is not None:
             step = self._position.step
             self._reporter.resume(step)
             name = self._files.checkpoint(*key).name
             print(f"restored step {step} from {name} (attempt {self._attempt})", flush=True)
+
+    def _is_copied(self, key: CheckpointKey) -> bool:
+        """Return whether the checkpoint is another trial's, of which this one is a copy."""
+        copied = read_json(self._files.copied)
+        return copied is not None and copied["checkpoint"] == self._files.checkpoint(*key).name
 
     def _first_of_rank_0(self) -> int:
         (first,) = self._collectives.total([self._found_size.first() if self._reporter is not None else 0])

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from mgpu_slurm.run_folder.record_types import (
     Event,
     Failure,
     RunState,
+    SchedulePart,
     StateChange,
     SweepOver,
     SweepSummary,
@@ -40,7 +42,16 @@ def test_summary_of_version_0_1_is_read_and_written_whole() -> None:
     record = json.loads((REPOSITORY / "tests/version_0_1/runs/search/summary.json").read_text())
     summary = SweepSummary.from_json(record)
     assert (summary.best, summary.recent[0].number) == (summary.recent[0], 0)
-    assert json.loads(json.dumps(summary.to_json())) == record
+    new = {"paused": {}, "promotable": 0, "furthest": None}
+    expected = record | {"trials": record["trials"] | {"PAUSED": 0}} | new
+    assert json.loads(json.dumps(summary.to_json())) == expected
+
+
+def test_schedule_of_the_best_trial_is_read_as_it_was_written() -> None:
+    parts = (SchedulePart(trial=2, until=3, params={"lr": 0.1}), SchedulePart(trial=9, until=9, params={"lr": 0.08}))
+    best = TrialSummary(number=9, state="COMPLETE", value=0.5, schedule=parts)
+    summary = SweepSummary(best=best, furthest=replace(best, state="PAUSED", schedule=()))
+    assert SweepSummary.from_json(json.loads(json.dumps(summary.to_json()))) == summary
 
 
 def recorded(name: str) -> list[Any]:

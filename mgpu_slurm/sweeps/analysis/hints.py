@@ -62,7 +62,7 @@ def rank_correlation(pairs: Sequence[tuple[float, float]]) -> float:
     ranks = [_ranks(column) for column in zip(*pairs, strict=True)]
     if any(len(set(column)) == 1 for column in ranks):
         return 0.0
-    return float(np.corrcoef(ranks)[0, 1])
+    return float(np.corrcoef(np.array(ranks))[0][1])
 
 
 def _ranks(values: Sequence[float]) -> list[float]:

@@ -70,8 +70,8 @@ def _row(trial: FrozenTrial, sweep: Sweep, folder: RunFolder) -> TrialRow:
 
 def _last_worker(folder: RunFolder) -> int | None:
     """Return the worker of the trial's last attempt, by the trial's own history."""
-    started = [event.others.get("worker") for event in records.events(folder) if event.event == "started"]
-    return started[-1] if started else None
+    started = [event.others["worker"] for event in records.events(folder) if event.event == "started"]
+    return int(str(started[-1])) if started else None
 
 
 def best_first(found: Sequence[TrialRow], sweep: Sweep) -> list[TrialRow]:

@@ -17,6 +17,7 @@ from mgpu_slurm.core.errors import UserError
 from mgpu_slurm.request.config import Config
 from mgpu_slurm.sweeps.scheduling import samplers
 from mgpu_slurm.sweeps.scheduling.halving import Promotion, StopOnly
+from mgpu_slurm.sweeps.scheduling.population import Population
 from mgpu_slurm.sweeps.scheduling.rung_tpe import RungTpe
 from mgpu_slurm.sweeps.scheduling.rungs import bracket_sizes
 from mgpu_slurm.sweeps.scheduling.scheduler import OptunaPruner, Scheduler, Unlimited
@@ -86,6 +87,9 @@ def scheduler_of(asked: Pruner, direction: str) -> Scheduler:
     """
     if asked.name == "none":
         return Unlimited()
+    if asked.name == "pbt":
+        is_maximized = direction == "maximize"
+        return Population(rungs=asked.rungs, population=asked.population, is_maximized=is_maximized)
     if asked.name not in ("hyperband", "asha"):
         return OptunaPruner(_pruner_of(asked), asked.max_resource)
     assert asked.max_resource is not None

@@ -7,7 +7,7 @@ continues one when it has become one of the best: ASHA (Li et al., MLSys 2020).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from mgpu_slurm.sweeps.scheduling.rungs import bracket_of
@@ -36,7 +36,7 @@ DROP_RANK = 2
 simulations, 0.1% of the promoted trials had ever been that far down."""
 
 
-def _worth(value: float, is_maximized: bool) -> float:
+def worth(value: float, is_maximized: bool) -> float:
     """Return a value such that lower is better, and what is not finite is worst."""
     if not math.isfinite(value):
         return math.inf
@@ -65,8 +65,8 @@ class StopOnly(Scheduler):
             for each in snapshot.entries.values()
             if rung in each.values and bracket_of(each.number, self.sizes) == bracket
         ]
-        own = _worth(entry.values[rung], self.is_maximized)
-        better = sum(_worth(value, self.is_maximized) < own for value in others)
+        own = worth(entry.values[rung], self.is_maximized)
+        better = sum(worth(value, self.is_maximized) < own for value in others)
         return Decision.CONTINUE if better < max(1, len(others) // self.factor) else Decision.PRUNE
 
 
@@ -102,6 +102,8 @@ class Promotion(Scheduler):
         alike = self._kind(snapshot, self.is_hedged(number))
         if not snapshot.is_over and self._candidate(alike, also=number) == number:
             return Decision.CONTINUE
+        if self._for_last_call(snapshot, also=number) == number:
+            return Decision.PAUSE
         return Decision.PRUNE if self._hopeless_at(entry.until, alike, snapshot, {number}) else Decision.PAUSE
 
     def next_job(self, snapshot: Snapshot) -> Job | None:
@@ -142,10 +144,10 @@ class Promotion(Scheduler):
             for rung in range(len(self.rungs) - 1):
                 paused = {each.number for each in alike if _is_paused_at(each, rung)}
                 found += self._hopeless_at(rung, alike, snapshot, paused) if paused else []
-        return sorted(found)
+        return sorted({*found} - {self._for_last_call(snapshot)})
 
     def least_promising(self, snapshot: Snapshot) -> list[int]:
-        candidates = self.candidates(snapshot)
+        candidates = {*self.candidates(snapshot), self._for_last_call(snapshot)}
         paused = [each for each in snapshot.entries.values() if each.state is EntryState.PAUSED]
         paused.sort(key=lambda each: (each.until, -self._worth(each, each.until), -each.number))
         return [each.number for each in paused if each.number not in candidates]
@@ -157,7 +159,7 @@ class Promotion(Scheduler):
         return [each for each in snapshot.entries.values() if self.is_hedged(each.number) is is_hedged]
 
     def _worth(self, entry: Entry, rung: int) -> float:
-        return _worth(entry.values[rung], self.is_maximized)
+        return worth(entry.values[rung], self.is_maximized)
 
     def _ranked(self, entries: Iterable[Entry], rung: int) -> list[Entry]:
         """Return the trials with a value at the rung, best first; of equal ones, the earlier first."""
@@ -171,15 +173,14 @@ class Promotion(Scheduler):
             also: a running trial to consider as if it were paused.
         """
         for rung in reversed(range(len(self.rungs) - 1)):
-            if not any(_is_paused_at(each, rung) or each.number == also for each in alike):
+            if not any(_is_paused_at(each, rung) or _is_also(each, rung, also) for each in alike):
                 continue
             order = self._ranked(alike, rung)
             room = len(order) // self.factor
             if sum(each.until > rung for each in order) >= room:
                 continue
             for each in order[:room]:
-                is_there = _is_paused_at(each, rung) or (each.number == also and each.until == rung)
-                if is_there and math.isfinite(each.values[rung]):
+                if (_is_paused_at(each, rung) or _is_also(each, rung, also)) and math.isfinite(each.values[rung]):
                     return each.number
         return None
 
@@ -191,7 +192,6 @@ class Promotion(Scheduler):
         else:
             first = self.first_rung(alike[0].number)
             places = max(1, self._of_kind(snapshot.trials, first) // self.factor ** max(1, rung - first + 1))
-        # the best one may be needed for the last call
         return [each.number for each in order[places:] if each.number in numbers]
 
     def _of_kind(self, trials: int, first_rung: int) -> int:
@@ -201,16 +201,29 @@ class Promotion(Scheduler):
 
     def _last_call(self, snapshot: Snapshot) -> Job | None:
         """Return the promotion of the most promising trial, if nothing runs and none has become complete."""
-        entries: Mapping[int, Entry] = snapshot.entries
         busy = (EntryState.RUNNING, EntryState.GIVEN_BACK)
-        if any(each.state in busy or each.state is EntryState.COMPLETE for each in entries.values()):
+        if any(each.state in busy for each in snapshot.entries.values()):
             return None
-        left = [each for each in entries.values() if each.state is EntryState.PAUSED]
+        number = self._for_last_call(snapshot)
+        return None if number is None else Job(Action.PROMOTE, number)
+
+    def _for_last_call(self, snapshot: Snapshot, also: int | None = None) -> int | None:
+        """Return the paused trial that has come furthest, and is the best there; None if a trial is complete.
+
+        Args:
+            also: a running trial to consider as if it were paused.
+        """
+        entries = snapshot.entries.values()
+        if any(each.state is EntryState.COMPLETE for each in entries):
+            return None
+        left = [each for each in entries if _is_paused_at(each, each.until) or each.number == also]
         left = [each for each in left if math.isfinite(each.values[each.until])]
-        if not left:
-            return None
-        best = min(left, key=lambda each: (-each.until, self._worth(each, each.until), each.number))
-        return Job(Action.PROMOTE, best.number)
+        best = min(left, key=lambda each: (-each.until, self._worth(each, each.until), each.number), default=None)
+        return None if best is None else best.number
+
+
+def _is_also(entry: Entry, rung: int, also: int | None) -> bool:
+    return entry.number == also and entry.until == rung
 
 
 def _is_paused_at(entry: Entry, rung: int) -> bool:

@@ -16,8 +16,7 @@ from optuna.samplers import RandomSampler
 from optuna.study import Study
 from optuna.trial import FrozenTrial
 
-from mgpu_slurm.core.errors import UserError
-from mgpu_slurm.sweeps.optuna_adapter import FIXED_PARAMS, StudyView
+from mgpu_slurm.sweeps.optuna_adapter import FIXED_PARAMS, StudyView, TrialsView
 from mgpu_slurm.sweeps.scheduling.observations import Observations
 from mgpu_slurm.sweeps.scheduling.samplers import LearningTpe
 from mgpu_slurm.sweeps.search.parameters import Choice, Float, Int, Parameter, Values
@@ -117,7 +116,7 @@ class RungTpe(LearningTpe):
         worst = self.own_failures(study, others)
         observations = self._observations.of(others, worst)
         self._failures = len(worst)
-        shown = None if observations is None else StudyView(study, lambda _: observations)
+        shown = None if observations is None else TrialsView(study, observations)
         if self._space is not None:
             return _Known(trial.number, shown, self._space, is_whole=True)
         seen = [each for each in others if each.distributions]
@@ -211,8 +210,9 @@ Point = tuple[tuple[str, Any], ...]
 
 
 def key_of(space: Space, point: Mapping[str, Any]) -> Point:
-    """Return what identifies a point, given in the study's form."""
-    return tuple((each.name, each.place(point[each.name])) for each in space.parameters if each.name in point)
+    """Return what identifies a point, given in the study's form; without parameters that have one value only."""
+    present = [each for each in space.parameters if each.name in point and not each.distribution.single()]
+    return tuple((each.name, each.place(point[each.name])) for each in present)
 
 
 def is_finite(space: Space) -> bool:
@@ -230,20 +230,17 @@ def is_tried(space: Space, trials: int, taken: Callable[[Space], set[Point]]) ->
         trials: the number of trials, which is cheaper to know than the points.
         taken: returns the points that are taken.
     """
-    fewest = math.prod(len(each.points()) for each in space.parameters if not each.when)
-    # a large space would have to be listed
-    if trials < fewest:
+    # a large space takes long to list
+    if trials < math.prod(len(each.points()) for each in space.parameters if not each.when):
         return False
-    points = {key_of(space, point) for point in points_of(space)}
-    return bool(points) and points <= taken(space)
+    if space.size is None or trials < space.size:
+        return False
+    return {key_of(space, point) for point in points_of(space)} <= taken(space)
 
 
 def points_of(space: Space) -> Iterable[Values]:
     """Return all points in the study's form; none if they are too many to list."""
-    try:
-        return map(space.kept, space.grid())
-    except UserError:
-        return ()
+    return () if space.size is None else map(space.kept, space.grid())
 
 
 def _space_of(trials: Sequence[FrozenTrial]) -> Space:

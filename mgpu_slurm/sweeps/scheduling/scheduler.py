@@ -38,6 +38,10 @@ class Entry:
     values: Mapping[int, float]
     """Values by the index of the rung, up to `until`: the first that it reported at the rung or later."""
     state: EntryState
+    source: int | None = None
+    """Of a trial that was pruned to be replaced: the trial whose copy replaces it."""
+    replaces: int | None = None
+    """Of a copy: the pruned trial in whose place it is."""
 
     @property
     def has_arrived(self) -> bool:
@@ -73,11 +77,20 @@ class Decision(Enum):
     """It has passed the last rung, and trains to the end of its job."""
 
 
+@dataclass(frozen=True)
+class Clone:
+    """The decision to replace a trial by a changed copy of another one."""
+
+    source: int
+    """The trial to copy."""
+
+
 class Action(Enum):
     """What a worker that has nothing to do should do; see `Job`."""
 
     BEGIN = "begin"
     PROMOTE = "promote"
+    CLONE = "clone"
 
 
 @dataclass(frozen=True)
@@ -86,7 +99,9 @@ class Job:
 
     action: Action
     number: int | None = None
-    """The trial to promote."""
+    """The trial to promote, or to replace by a copy."""
+    source: int | None = None
+    """The trial to copy."""
 
 
 BEGIN = Job(Action.BEGIN)
@@ -118,7 +133,7 @@ class Scheduler(ABC):
         return any(before < rung <= progress for rung in self.rungs)
 
     @abstractmethod
-    def decide(self, snapshot: Snapshot, number: int) -> Decision:
+    def decide(self, snapshot: Snapshot, number: int) -> Decision | Clone:
         """Decide on a running trial that has reported a finite value at its rung."""
 
     def next_job(self, snapshot: Snapshot) -> Job | None:

@@ -74,6 +74,14 @@ class Space:
             found = grown
         return found
 
+    @cached_property
+    def size(self) -> int | None:
+        """Number of points of the grid; None if there are too many, or infinitely many."""
+        try:
+            return len(self.grid())
+        except UserError:
+            return None
+
     def probes(self) -> list[Values]:
         """Return values of trials that cover the ends of every parameter, to check them against the job's config."""
         found = []

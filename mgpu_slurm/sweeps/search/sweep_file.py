@@ -75,6 +75,8 @@ class Sweep:
         """Return a summary of the sweep for people."""
         space = self.space.lines() if isinstance(self.space, Space) else [f"by {self.space}"]
         trials = "as many as the budget allows" if self.trials is None else str(self.trials)
+        if self.pruner.name == "pbt":
+            trials = f"{self.pruner.population}, and copies of them"
         if self.sampler.name == "grid" and isinstance(self.space, Space) and len(self.space.grid()) != self.trials:
             trials += f" of the grid's {len(self.space.grid())} points"
         return [
@@ -93,7 +95,8 @@ class Sweep:
         """Return a warning if no trial may become complete by its rank."""
         rungs, factor = self.pruner.rungs, self.pruner.reduction_factor
         needed = factor ** (len(rungs) - 1)
-        if not rungs or self.trials is None or self.trials >= needed:
+        # without pauses, the first trials are trained to the end
+        if self.pruner.name != "asha" or not self.pruner.pause or self.trials is None or self.trials >= needed:
             return []
         return [
             f"warning   {self.trials} trials are too few for {len(rungs)} rungs, where one of {needed} is trained to"
@@ -215,6 +218,8 @@ def _checked(keys: _Keys, source: str) -> Sweep:
     )
     _check_names(made)
     _check_points(made)
+    if made.pruner.name == "pbt":
+        _check_population(made)
     if made.pruner.pauses and made.sampler.name not in _SAMPLERS_WITH_PAUSES:
         raise UserError(
             f"sampler {made.sampler.name}: it learns from ended trials only, and would draw at random while trials are"
@@ -254,7 +259,7 @@ def _trials(keys: _Keys, space: Space | str) -> int | None:
             raise UserError(f"sampler grid: space: {space} is a function, whose points are unknown: list them")
         points = len(space.grid())
         return points if keys.trials is None else min(points, keys.trials)
-    if keys.trials is None and keys.budget == Budget():
+    if keys.trials is None and keys.budget == Budget() and keys.pruner.name != "pbt":
         raise UserError("no stopping condition: add `trials:`, or a `budget:` such as {hours: 4}")
     return keys.trials
 
@@ -271,6 +276,22 @@ def _check_names(made: Sweep) -> None:
         if name not in made.fixed and known is not None and name not in known:
             raise UserError(f"job: command: {{{name}}} is not a parameter{nearest(name, [*known, *made.fixed])}")
     check_takes(made.command, [*(known or ()), *made.fixed])
+
+
+def _check_population(made: Sweep) -> None:
+    """Check a sweep of population based training."""
+    if not isinstance(made.space, Space):
+        raise UserError(f"pruner pbt: space: {made.space} is a function, whose ranges are unknown: list the parameters")
+    if made.sampler.name == "grid":
+        raise UserError("pruner pbt: copies have values between the points of a grid: choose sampler tpe or random")
+    if made.trials is not None:
+        raise UserError(f"trials {made.trials}: pruner pbt has `population: N`, and adds copies: remove it")
+    if len(made.enqueue) > made.pruner.population:
+        raise UserError(f"enqueue has {len(made.enqueue)} points: raise the population ({made.pruner.population})")
+    known = {each.name: each for each in made.space.parameters}
+    for name in made.pruner.perturb:
+        if name not in known:
+            raise UserError(f"perturb: {name!r} is not a parameter{nearest(name, list(known))}")
 
 
 def _check_points(made: Sweep) -> None:

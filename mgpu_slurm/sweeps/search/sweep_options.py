@@ -11,13 +11,16 @@ from mgpu_slurm.sweeps.scheduling.halving import HEDGE_RUNGS
 from mgpu_slurm.sweeps.scheduling.rungs import rungs_of
 
 SAMPLERS = ["tpe", "random", "grid", "gp", "cmaes"]
-PRUNERS = ["none", "median", "hyperband", "asha"]
-_BY_RUNG = ("hyperband", "asha")
+PRUNERS = ["none", "median", "hyperband", "asha", "pbt"]
+_BY_RUNG = ("hyperband", "asha", "pbt")
 
 _LEVEL_FACTOR = 3
 """Ratio of the progress values at which `tpe` compares trials, if the pruner has no rungs."""
 
 _HIGHEST_LEVEL = 10**9
+
+_SMALLEST_POPULATION = 4
+"""A quarter of it is one member."""
 
 _CLASS = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
 
@@ -66,6 +69,12 @@ class Pruner:
     """For asha: compare every eighth trial first at a higher rung, in case low rungs mislead."""
     keep_gb: float | None = None
     """For asha: how many gigabytes of checkpoints paused trials may keep; the least promising is pruned first."""
+    population: int = 8
+    """For pbt: number of members."""
+    interval: int | None = None
+    """For pbt: progress between two comparisons of the members."""
+    perturb: tuple[str, ...] = ()
+    """For pbt: the parameters that a copy changes; not those that the shapes of the model depend on."""
     startup_trials: int = 5
     """For median: number of complete trials before pruning starts."""
     options: Config = field(default_factory=dict)
@@ -85,21 +94,39 @@ class Pruner:
             raise UserError(f"{self.name} needs max_resource: the progress of a complete trial, such as its epochs")
         if self.name != "asha" and (self.pause, self.hedge, self.keep_gb) != (True, True, None):
             raise UserError(f"pause, hedge and keep_gb are keys of asha, not of {self.name}: remove them")
+        self._check_population()
         if self.keep_gb is not None and (self.keep_gb <= 0 or not self.pause):
             raise UserError(f"keep_gb {self.keep_gb:g}: expected more than 0, and pause: true")
         if self.max_resource is not None and self.max_resource <= self.min_resource:
             raise UserError(f"max_resource {self.max_resource}: expected more than min_resource {self.min_resource}")
 
+    def _check_population(self) -> None:
+        if self.name != "pbt":
+            if (self.population, self.interval, self.perturb) != (8, None, ()):
+                raise UserError(f"population, interval and perturb are keys of pbt, not of {self.name}: remove them")
+            return
+        if self.population < _SMALLEST_POPULATION:
+            raise UserError(f"population {self.population}: expected at least {_SMALLEST_POPULATION}")
+        if self.interval is None or self.interval < 1:
+            raise UserError("pbt needs interval: the progress between two comparisons, 1 or more")
+        if not self.perturb:
+            raise UserError(
+                "pbt needs perturb: the parameters that a copy changes, such as [lr, momentum]; not those that the"
+                " shapes of the model depend on"
+            )
+
     @property
     def pauses(self) -> bool:
         """Whether trials may pause."""
-        return self.name == "asha" and self.pause
+        return (self.name == "asha" and self.pause) or self.name == "pbt"
 
     @property
     def rungs(self) -> tuple[int, ...]:
         """Progress values at which trials are compared, ascending; empty for pruners without rungs."""
         if self.name not in _BY_RUNG or self.max_resource is None:
             return ()
+        if self.interval is not None:
+            return (*range(self.interval, self.max_resource, self.interval), self.max_resource)
         return rungs_of(self.min_resource, self.max_resource, self.reduction_factor)
 
     @property
@@ -118,6 +145,11 @@ class Pruner:
         if self.name not in _BY_RUNG:
             told = ", ".join(f"{key} {value}" for key, value in self.options.items())
             return f"{self.name} ({told})" if told else self.name
+        if self.name == "pbt":
+            return (
+                f"pbt, {self.population} members, compared every {self.interval} up to progress {self.max_resource},"
+                f" changing {', '.join(self.perturb)}"
+            )
         told = f"{self.name}, progress {self.min_resource} to {self.max_resource}, factor {self.reduction_factor}"
         if self.name == "asha":
             told += (

@@ -16,6 +16,7 @@ from mgpu_slurm.request import config as configs
 from mgpu_slurm.request.config import Config
 from mgpu_slurm.request.spec import Flags, read_spec
 from mgpu_slurm.run_folder.layout import RunFolder
+from mgpu_slurm.run_folder.record_types import SchedulePart
 from mgpu_slurm.sweeps.search import sweep_file, trial_command
 from mgpu_slurm.sweeps.search.parameters import Values
 from mgpu_slurm.sweeps.search.sweep_file import Sweep
@@ -35,6 +36,8 @@ class Best:
     config: Config
     """The complete config of the job."""
     folder: str
+    schedule: tuple[SchedulePart, ...]
+    """The values by which it was trained, in their order, if it is a copy in population based training."""
     state: str
     """Empty for a complete trial; else how far it has come."""
     command: str
@@ -50,6 +53,11 @@ class Best:
         return [
             f"{'best':<{width}} {self.metric} {self.value!r}, trial {self.number} of study {self.study}{self._state}",
             *(f"{name:<{width}} {_text(value)}" for name, value in self.params.items()),
+            *(
+                f"{'' if place else 'schedule':<{width}} to progress {part.until} (trial {part.trial}):"
+                f" {'  '.join(f'{name}={_text(value)}' for name, value in part.params.items())}"
+                for place, part in enumerate(self.schedule)
+            ),
             f"{'folder':<{width}} {self.folder}",
             f"{'again':<{width}} {self.command}",
         ]
@@ -79,6 +87,7 @@ def best(folder: RunFolder) -> Best:
         params=found.params,
         config=config,
         folder=str(trial.path),
+        schedule=found.schedule,
         state="" if summary.best else f"at progress {found.progress} of {sweep.pruner.max_resource}, paused",
         command=_command(folder, sweep, trial, config),
     )

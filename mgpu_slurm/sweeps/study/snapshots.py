@@ -8,16 +8,25 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from optuna.study import Study
 from optuna.trial import FrozenTrial, TrialState
 
-from mgpu_slurm.sweeps.optuna_adapter import StudyView
+from mgpu_slurm.run_folder.record_types import from_known
+from mgpu_slurm.sweeps.optuna_adapter import TrialsView
+from mgpu_slurm.sweeps.scheduling import samplers
 from mgpu_slurm.sweeps.scheduling.scheduler import Entry, EntryState, Scheduler, Snapshot
 from mgpu_slurm.sweeps.search.sweep_options import Pruner
 
 UNTIL = "mgpu:until"
 """Attribute of a trial that may pause: the index of the rung to which it may run; 0 if missing."""
+
+SOURCE = "mgpu:source"
+"""Attribute of a trial that is replaced by a copy of another one: the number of that one."""
+
+COPY_OF = "mgpu:copy_of"
+"""Attribute of a copy: a `CopyOf`."""
 
 ORIGIN = "mgpu:origin"
 """Attribute of a trial copied from an earlier study at the start: the name of that study."""
@@ -32,6 +41,21 @@ _ENDED = {
 }
 
 
+@dataclass(frozen=True)
+class CopyOf:
+    """Where a copy comes from; trials by their numbers in the study."""
+
+    source: int
+    trial: int
+    """The trial that it replaces."""
+
+
+def copy_of(trial: FrozenTrial) -> CopyOf | None:
+    """Return where a copy comes from; None for other trials."""
+    found = trial.system_attrs.get(COPY_OF)
+    return None if found is None else from_known(CopyOf, found)
+
+
 def until_of(trial: FrozenTrial) -> int:
     found: int = trial.system_attrs.get(UNTIL, 0)
     return found
@@ -40,6 +64,10 @@ def until_of(trial: FrozenTrial) -> int:
 def is_paused(trial: FrozenTrial, pruner: Pruner | Scheduler) -> bool:
     """Return whether the trial waits at a rung for its promotion."""
     if trial.state != TrialState.WAITING or not pruner.pauses or not trial.intermediate_values:
+        return False
+    doubt = samplers.doubt_of(trial)
+    if doubt is not None and len(trial.intermediate_values) <= doubt.reports:
+        # another worker has to show whether it fails there too
         return False
     until = until_of(trial)
     return until < len(pruner.rungs) - 1 and max(trial.intermediate_values) >= pruner.rungs[until]
@@ -51,13 +79,22 @@ def entry_of(trial: FrozenTrial, number: int, scheduler: Scheduler) -> Entry:
     Args:
         number: see `Entry.number`.
     """
+    copied, others = trial.number - number, trial.system_attrs
     values = values_at(scheduler.rungs, trial.intermediate_values)
     until = until_of(trial) if scheduler.pauses else max(values, default=0)
     values = {rung: value for rung, value in values.items() if rung <= until}
     state = _ENDED.get(trial.state, EntryState.RUNNING)
     if trial.state == TrialState.WAITING:
         state = EntryState.PAUSED if is_paused(trial, scheduler) else EntryState.GIVEN_BACK
-    return Entry(number, until, values, state)
+    replaces = copy_of(trial)
+    return Entry(
+        number,
+        until,
+        values,
+        state,
+        source=None if SOURCE not in others else others[SOURCE] - copied,
+        replaces=None if replaces is None else replaces.trial - copied,
+    )
 
 
 def values_at(rungs: Sequence[int], reports: Mapping[int, float]) -> dict[int, float]:
@@ -68,7 +105,7 @@ def values_at(rungs: Sequence[int], reports: Mapping[int, float]) -> dict[int, f
 
 
 class Snapshots:
-    """Takes snapshots of a study for a scheduler; a trial is looked at again only if it has changed."""
+    """Takes snapshots of a study for a scheduler; a trial is looked at again only if the storage has replaced it."""
 
     def __init__(self, study: Study, scheduler: Scheduler) -> None:
         self._study = study
@@ -106,13 +143,9 @@ class Snapshots:
         return seen[1]
 
 
-class OwnTrials(StudyView):
-    """A study with these trials only."""
-
-    def __init__(self, study: Study, own: Sequence[FrozenTrial]) -> None:
-        super().__init__(study, lambda _: list(own))
-        self._own = own
+class OwnTrials(TrialsView):
+    """A study with its own trials only."""
 
     def own_trial(self, number: int) -> FrozenTrial:
         """Return a trial by its number among the study's own."""
-        return self._own[number]
+        return self.trials_shown[number]

@@ -6,13 +6,14 @@ import json
 import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 from optuna.study import Study
 from optuna.trial import FrozenTrial, TrialState
 
 from mgpu_slurm.core.files import locked, write_whole
 from mgpu_slurm.run_folder.layout import RunFolder
-from mgpu_slurm.run_folder.record_types import SweepSummary, TrialSummary
+from mgpu_slurm.run_folder.record_types import SchedulePart, SweepSummary, TrialSummary
 from mgpu_slurm.run_folder.records import now
 from mgpu_slurm.sweeps.optuna_adapter import FIXED_PARAMS
 from mgpu_slurm.sweeps.scheduling.construction import scheduler_of
@@ -20,7 +21,16 @@ from mgpu_slurm.sweeps.search.parameters import Values
 from mgpu_slurm.sweeps.search.space import Space
 from mgpu_slurm.sweeps.search.sweep_file import Sweep
 from mgpu_slurm.sweeps.study import trial_queue as studies
-from mgpu_slurm.sweeps.study.snapshots import ORIGIN, SECONDS, Snapshots, is_paused, until_of
+from mgpu_slurm.sweeps.study.snapshots import (
+    COPY_OF,
+    ORIGIN,
+    SECONDS,
+    Snapshots,
+    copy_of,
+    is_paused,
+    until_of,
+    values_at,
+)
 
 RECENT = 50
 """Number of recently ended trials listed in `summary.json`."""
@@ -63,12 +73,15 @@ def _state(trial: FrozenTrial, sweep: Sweep) -> str:
     return "PAUSED" if is_paused(trial, sweep.pruner) else trial.state.name
 
 
-def promotable(study: Study, sweep: Sweep) -> int:
-    """Return how many paused trials the scheduler would promote if more workers came."""
+def promotable(study: Study, sweep: Sweep, is_over: bool) -> int:
+    """Return how many paused trials the scheduler would promote if more workers came.
+
+    Args:
+        is_over: whether the budget is spent.
+    """
     if not sweep.pruner.pauses:
         return 0
     scheduler = scheduler_of(sweep.pruner, sweep.direction)
-    is_over = studies.why_over(study) is not None
     return scheduler.promotable(Snapshots(study, scheduler).take(sweep.trials, is_over))
 
 
@@ -77,18 +90,19 @@ def summarize(study: Study, sweep: Sweep) -> SweepSummary:
     best = best_of(trials, sweep.direction)
     ended = [trial for trial in trials if trial.state in _ENDED and trial.datetime_complete is not None]
     ended.sort(key=lambda trial: (trial.datetime_complete, trial.number))
+    over = studies.why_over(study)
     return SweepSummary(
         study=sweep.study,
         metric=sweep.metric,
         direction=sweep.direction,
         trials=counts(trials, sweep),
-        best=None if best is None else described(best, sweep),
+        best=None if best is None else replace(described(best, sweep), schedule=schedule_of(best, trials, sweep)),
         known=tuple(described(trial, sweep) for trial in trials if _is_known_point(trial, sweep)),
         given_back=sum(studies.was_given_back(trial, sweep) for trial in trials),
         paused=_paused(trials, sweep),
-        promotable=promotable(study, sweep),
+        promotable=promotable(study, sweep, is_over=over is not None),
         furthest=None if best is not None else _furthest(trials, sweep),
-        over=studies.why_over(study),
+        over=over,
         seconds={"complete": _seconds(trials, TrialState.COMPLETE), "pruned": _seconds(trials, TrialState.PRUNED)},
         recent=tuple(described(trial, sweep) for trial in ended[-RECENT:]),
         updated=now(),
@@ -105,13 +119,14 @@ def _furthest(trials: Iterable[FrozenTrial], sweep: Sweep) -> TrialSummary | Non
     """Return the best of the paused trials that have come furthest."""
     sign = -1 if sweep.direction == "maximize" else 1
     paused = [trial for trial in trials if is_paused(trial, sweep.pruner)]
-    rank = {trial.number: (-until_of(trial), sign * _last(trial), trial.number) for trial in paused}
+    rank = {trial.number: (-until_of(trial), sign * _at_rung(trial, sweep), trial.number) for trial in paused}
     found = min(paused, key=lambda trial: rank[trial.number], default=None)
     return None if found is None else described(found, sweep)
 
 
-def _last(trial: FrozenTrial) -> float:
-    return trial.intermediate_values[max(trial.intermediate_values)]
+def _at_rung(trial: FrozenTrial, sweep: Sweep) -> float:
+    """Return the value of a paused trial at its rung."""
+    return values_at(sweep.pruner.rungs, trial.intermediate_values)[until_of(trial)]
 
 
 def write(folder: RunFolder, study: Study, sweep: Sweep) -> None:
@@ -123,6 +138,8 @@ def write(folder: RunFolder, study: Study, sweep: Sweep) -> None:
 
 def _is_known_point(trial: FrozenTrial, sweep: Sweep) -> bool:
     """Return whether the trial's values are from the sweep file."""
+    if COPY_OF in trial.system_attrs:
+        return False
     return sweep.sampler.name != "grid" and bool(trial.system_attrs.get(FIXED_PARAMS)) and trial.value is not None
 
 
@@ -141,6 +158,23 @@ def described(trial: FrozenTrial, sweep: Sweep) -> TrialSummary:
         seconds=_length(trial),
         reason=trial.system_attrs.get(studies.REASON, ""),
     )
+
+
+def schedule_of(trial: FrozenTrial, trials: Sequence[FrozenTrial], sweep: Sweep) -> tuple[SchedulePart, ...]:
+    """Return the values by which a trial was trained, one after the other, if it is a copy; else an empty tuple.
+
+    Args:
+        trials: all trials of the study.
+    """
+    numbered = {each.number: each for each in trials}
+    last = max(trial.intermediate_values, default=0)
+    parts = [SchedulePart(trial=trial.number, until=last, params=parameters(trial, sweep))]
+    while (copied := copy_of(trial)) is not None and copied.source in numbered:
+        # the copy began where the replaced trial was compared
+        until = max(numbered[copied.trial].intermediate_values, default=0)
+        trial = numbered[copied.source]
+        parts.insert(0, SchedulePart(trial=trial.number, until=until, params=parameters(trial, sweep)))
+    return tuple(parts) if len(parts) > 1 else ()
 
 
 def parameters(trial: FrozenTrial, sweep: Sweep) -> Values:

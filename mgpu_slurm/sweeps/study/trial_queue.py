@@ -8,7 +8,8 @@ back or paused keeps its number, its parameters and its reports.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import random
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass
 from datetime import datetime
@@ -32,10 +33,21 @@ from mgpu_slurm.sweeps.scheduling.construction import sampler_of, scheduler_of
 from mgpu_slurm.sweeps.scheduling.rung_tpe import RungTpe, is_finite, is_tried
 from mgpu_slurm.sweeps.scheduling.scheduler import Action, Scheduler
 from mgpu_slurm.sweeps.search.parameters import Values, label
+from mgpu_slurm.sweeps.search.perturbation import perturbed
 from mgpu_slurm.sweeps.search.space import Space
 from mgpu_slurm.sweeps.search.sweep_file import Sweep
 from mgpu_slurm.sweeps.study.journal import JournalFile
-from mgpu_slurm.sweeps.study.snapshots import SECONDS, UNTIL, Snapshots, is_paused, until_of
+from mgpu_slurm.sweeps.study.snapshots import (
+    COPY_OF,
+    ORIGIN,
+    SECONDS,
+    SOURCE,
+    UNTIL,
+    CopyOf,
+    Snapshots,
+    is_paused,
+    until_of,
+)
 from mgpu_slurm.sweeps.study.storage import storage_of
 
 _CLAIM = "mgpu:claim:"
@@ -45,6 +57,9 @@ REASON = "mgpu:reason"
 
 LOSSES = "mgpu:losses"
 """Attribute of a trial: its attempts in which the worker died, or left without a checkpoint."""
+
+SIZE = "mgpu:size"
+"""Attribute of a paused trial: bytes of its checkpoints."""
 
 OVER = "mgpu:over"
 """Attribute of a study: a `SweepOver`."""
@@ -66,11 +81,12 @@ class Worker:
         return f"{_CLAIM}{self.number}"
 
 
-def create(sweep: Sweep, journal: Path) -> Study:
+def create(sweep: Sweep, journal: Path, known: Sequence[FrozenTrial] = ()) -> Study:
     """Create the study and queue its enqueued points, before any worker starts.
 
     Args:
         journal: absolute path of the journal, used unless the sweep names a database.
+        known: trials of an earlier study, for the sampler.
 
     Raises:
         UserError: the database cannot be opened, or has a study of that name.
@@ -82,6 +98,10 @@ def create(sweep: Sweep, journal: Path) -> Study:
         )
     except optuna.exceptions.DuplicatedStudyError:
         raise UserError(f"study {sweep.study!r}: the database already has one of that name: choose another") from None
+    for trial in known:
+        study.add_trial(trial)
+    if known:
+        note(study, ORIGINS, len(known))
     queue(study, list(sweep.enqueue))
     return study
 
@@ -136,6 +156,7 @@ def take(
     lock: Path,
     snapshots: Snapshots | None = None,
     is_over: bool = False,
+    prepare: Callable[[FrozenTrial, FrozenTrial], None] = lambda replaced, source: None,
 ) -> Trial | None:
     """Take a trial for this worker; return None if there is none.
 
@@ -143,6 +164,7 @@ def take(
         lock: a file that all workers share.
         snapshots: reads the study for the scheduler; None to read all of it.
         is_over: whether the budget is spent, so that no trial begins any more.
+        prepare: called before a copy is created, with the trial that it replaces and the one that it copies.
     """
     scheduler = scheduler_of(sweep.pruner, sweep.direction)
     snapshots = snapshots or Snapshots(study, scheduler)
@@ -158,6 +180,12 @@ def take(
         if job.action is Action.PROMOTE:
             assert job.number is not None
             return Trial(study, _promote(study, worker, snapshots.trial(job.number)))
+        if job.action is Action.CLONE:
+            assert job.number is not None
+            assert job.source is not None
+            replaced, source = snapshots.trial(job.number), snapshots.trial(job.source)
+            prepare(replaced, source)
+            return Trial(study, _begin_copy(study, sweep, worker, replaced, source))
         queued = _take_waiting(study, worker, _was_queued, scheduler)
         number = begun(study)
         known = _point(sweep, number)
@@ -181,7 +209,7 @@ def all_tried(study: Study, sweep: Sweep) -> bool:
     sampler = study.sampler
     assert isinstance(sweep.space, Space)
     assert isinstance(sampler, RungTpe)
-    return is_tried(sweep.space, begun(study), lambda space: sampler.taken(study, space))
+    return is_tried(sweep.space, optuna_adapter.trial_count(study), lambda space: sampler.taken(study, space))
 
 
 def _limit(study: Study, sweep: Sweep) -> int | None:
@@ -215,7 +243,7 @@ def _begin(study: Study, worker: Worker, scheduler: Scheduler, number: int, know
         number: its number among the study's own trials.
     """
     attributes: dict[str, object] = {worker.claim: worker.attempt}
-    if first := _first_rung(scheduler, number):
+    if first := scheduler.first_rung(number):
         attributes[UNTIL] = first
     if known:
         # as for a queued trial
@@ -224,17 +252,33 @@ def _begin(study: Study, worker: Worker, scheduler: Scheduler, number: int, know
     return optuna_adapter.create_trial(study, template)
 
 
-def _first_rung(scheduler: Scheduler, number: int) -> int:
-    return scheduler.first_rung(number) if scheduler.pauses else 0
+def _begin_copy(study: Study, sweep: Sweep, worker: Worker, replaced: FrozenTrial, source: FrozenTrial) -> int:
+    """Create a copy of a trial, with changed values, in the place of another one, and return its id."""
+    assert isinstance(sweep.space, Space)
+    draw = random.Random(f"{sweep.sampler.seed} {replaced.number}")
+    attributes = {
+        worker.claim: worker.attempt,
+        UNTIL: until_of(replaced) + 1,
+        COPY_OF: asdict(CopyOf(source.number, replaced.number)),
+        FIXED_PARAMS: perturbed(sweep.space, source.params, sweep.pruner.perturb, draw),
+    }
+    template = create_trial(state=TrialState.RUNNING, system_attrs=attributes)
+    return optuna_adapter.create_trial(study, template)
+
+
+def replace_by_copy(study: Study, trial: FrozenTrial, source: int) -> None:
+    """Note of which trial a copy is to replace this one, which is pruned next; the caller must hold the lock."""
+    optuna_adapter.set_trial_attribute(study, trial, SOURCE, source)
 
 
 def _promote(study: Study, worker: Worker, trial: FrozenTrial) -> int:
-    """Let a paused trial run to the next rung, take it, and return its id.
+    """Take a paused trial, let it run to the next rung, and return its id; the caller must hold the lock.
 
-    From the first write on it counts as given back: if this worker dies here, the next one takes it.
+    It is taken first: once it may run to the next rung, a worker without the lock could take it as given back. If this
+    worker dies in between, it is found at its rung, and paused as before.
     """
-    grant(study, trial)
     _claim(study, worker, trial)
+    grant(study, trial)
     return optuna_adapter.id_of(trial)
 
 
@@ -255,7 +299,7 @@ def _take_waiting(
     waiting = study.get_trials(deepcopy=False, states=(TrialState.WAITING,))
     for trial in _by_turn(list(filter(is_wanted, waiting)), worker):
         with suppress(UpdateFinishedTrialError):
-            if scheduler is not None and (first := _first_rung(scheduler, own_number(study, trial))):
+            if scheduler is not None and (first := scheduler.first_rung(own_number(study, trial))):
                 optuna_adapter.set_trial_attribute(study, trial, UNTIL, first)
             if _claim(study, worker, trial):
                 return optuna_adapter.id_of(trial)
@@ -284,7 +328,10 @@ def _by_turn(trials: list[FrozenTrial], worker: Worker) -> Iterator[FrozenTrial]
 
 def own_number(study: Study, trial: FrozenTrial) -> int:
     """Return a trial's number among the study's own trials, from 0."""
-    return trial.number - int(notes(study).get(ORIGINS, 0))
+    if not notes(study).get(ORIGINS):
+        return trial.number
+    earlier = study.get_trials(deepcopy=False)[: trial.number]
+    return sum(ORIGIN not in each.system_attrs for each in earlier)
 
 
 def _was_queued(trial: FrozenTrial) -> bool:
@@ -310,6 +357,11 @@ def give_back(study: Study, trial: FrozenTrial) -> None:
     optuna_adapter.set_trial_attribute(study, trial, SECONDS, seconds)
     _disclaim(study, trial)
     optuna_adapter.set_trial_state(study, trial, TrialState.WAITING)
+
+
+def note_size(study: Study, trial: FrozenTrial, size: int) -> None:
+    """Note the bytes of a trial's checkpoints."""
+    optuna_adapter.set_trial_attribute(study, trial, SIZE, size)
 
 
 def doubt(study: Study, trial: FrozenTrial, worker: Worker, reason: str) -> None:

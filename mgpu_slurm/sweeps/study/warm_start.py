@@ -64,13 +64,6 @@ def known_trials(sweep: Sweep, name: str) -> list[FrozenTrial]:
     return copies
 
 
-def add(study: Study, known: Sequence[FrozenTrial]) -> None:
-    """Add these trials to a new study."""
-    for trial in known:
-        study.add_trial(trial)
-    studies.note(study, studies.ORIGINS, len(known))
-
-
 def _copied(trial: FrozenTrial, other: Sweep, sweep: Sweep) -> FrozenTrial | None:
     params, distributions = trial.params, trial.distributions
     if isinstance(sweep.space, Space):

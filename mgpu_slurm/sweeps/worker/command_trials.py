@@ -46,6 +46,8 @@ class _Heard:
 
     verdict: Verdict = CONTINUE
     """The answer to the last report."""
+    pauses: bool = False
+    """Whether any answer was to pause."""
     progress: int = 0
     error: WorkerFinished | None = None
     """Error of the study; it is raised on all ranks when the children have ended."""
@@ -83,8 +85,9 @@ class CommandTrainer:
             if stop is Stop.NO and exited.code in (TERMINATED_EXIT_CODE, -signal.SIGTERM):
                 stop = self._late_word()
             del store
-        if self._collectives.broadcast_from_rank0(lambda: heard.verdict.pauses and _has_paused(folder, order)):
-            return _paused(heard, stop)
+        has_paused = self._collectives.broadcast_from_rank0(lambda: heard.pauses and _has_paused(folder, order))
+        if has_paused and stop is Stop.NO:
+            return Ending(lambda own: own.pause(heard.progress))
         return _ending(folder, heard, exited, stop)
 
     def _report(self, heard: _Heard, progress: int, metrics: dict[str, float]) -> Verdict:
@@ -95,6 +98,7 @@ class CommandTrainer:
             heard.verdict = undisturbed(lambda: client.report(progress, metrics))
         except WorkerFinished as error:
             heard.error, heard.verdict = error, Verdict(str(error))
+        heard.pauses = heard.pauses or heard.verdict.pauses
         return heard.verdict
 
     def _rendezvous(self) -> tuple[int, Any]:
@@ -207,14 +211,6 @@ class CommandTrainer:
 def _has_paused(folder: RunFolder, order: Assignment) -> bool:
     """Return whether the script has left its loop after a checkpoint; launchers may replace its exit code."""
     return folder.requeue_request(order.attempt).exists()
-
-
-def _paused(heard: _Heard, stop: Stop) -> Ending:
-    leave = {
-        Stop.NO: None,
-        Stop.END: Leave(TERMINATED_EXIT_CODE, "asked to end"),
-    }.get(stop, Leave(REQUEUE_EXIT_CODE, "the time limit is near"))
-    return Ending(lambda own: own.pause(heard.progress), leave)
 
 
 def _ending(folder: RunFolder, heard: _Heard, exited: _Exit, stop: Stop) -> Ending:

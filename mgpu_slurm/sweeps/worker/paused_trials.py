@@ -14,15 +14,25 @@ from mgpu_slurm.run_folder import layout
 from mgpu_slurm.run_folder.layout import RunFolder
 from mgpu_slurm.sweeps import hparams, optuna_adapter
 from mgpu_slurm.sweeps.scheduling.scheduler import EntryState, Snapshot
+from mgpu_slurm.sweeps.search.sweep_file import Sweep
 from mgpu_slurm.sweeps.study import outcomes
+from mgpu_slurm.sweeps.study import trial_queue as studies
 from mgpu_slurm.sweeps.worker.worker_study import WorkerStudy
 
 WORSE = "worse than the other trials"
 """Reason for which the scheduler prunes a trial."""
 
+REPLACED = "replaced by a copy of trial"
+"""Reason for which population based training prunes a trial, followed by the number of the copied one."""
+
 NO_ROOM = "its checkpoint had to make room (keep_gb)"
 
 _GIGABYTE = 10**9
+
+
+def is_schedulers(reason: str) -> bool:
+    """Return whether a trial was pruned by the scheduler, and not because of its own value."""
+    return reason == WORSE or reason.startswith(REPLACED)
 
 
 def keep_newest_checkpoint(trial: RunFolder) -> None:
@@ -39,17 +49,24 @@ def delete_checkpoints(trial: RunFolder) -> None:
         log_lines.warn(str(error))
 
 
-def prune_hopeless(shared: WorkerStudy) -> None:
-    """Prune the paused trials that will never be promoted, or whose checkpoints take too much room.
+def prune_hopeless(shared: WorkerStudy) -> list[RunFolder]:
+    """Prune the paused trials that will never be promoted, or whose checkpoints take too much room; return their
+    folders, which the caller has to clear.
 
     Trials that run, and those that may be promoted now, are never pruned. The caller must hold the lock.
     """
     snapshot = shared.snapshot()
     hopeless = shared.scheduler.hopeless(snapshot)
-    for number in hopeless:
-        _prune(shared, shared.snapshots.trial(number), WORSE)
-    for number in _too_large(shared, snapshot, set(hopeless)):
-        _prune(shared, shared.snapshots.trial(number), NO_ROOM)
+    pruned = [_prune(shared, shared.snapshots.trial(number), WORSE) for number in hopeless]
+    too_large = list(_too_large(shared, snapshot, set(hopeless)))
+    return pruned + [_prune(shared, shared.snapshots.trial(number), NO_ROOM) for number in too_large]
+
+
+def clear(trial: RunFolder, sweep: Sweep) -> None:
+    """Delete the checkpoints of a trial that was pruned while it was paused, and show that it has ended."""
+    with hparams.may_fail():
+        hparams.write_end(trial, sweep, "pruned")
+    delete_checkpoints(trial)
 
 
 def _too_large(shared: WorkerStudy, snapshot: Snapshot, besides: set[int]) -> Iterator[int]:
@@ -68,17 +85,19 @@ def _too_large(shared: WorkerStudy, snapshot: Snapshot, besides: set[int]) -> It
 
 def _size(shared: WorkerStudy, number: int) -> int:
     trial = shared.snapshots.trial(number)
-    return cleanup.usage(shared.sweep_folder.of_trial(trial.number)).checkpoints
+    known: int | None = trial.system_attrs.get(studies.SIZE)
+    # one whose worker died at its rung has not been measured
+    return cleanup.size_of(shared.sweep_folder.of_trial(trial.number).checkpoints) if known is None else known
 
 
-def _prune(shared: WorkerStudy, trial: FrozenTrial, reason: str) -> None:
-    """End a paused trial in the study, and only then delete its checkpoints."""
+def _prune(shared: WorkerStudy, trial: FrozenTrial, reason: str) -> RunFolder:
+    """End a paused trial in the study; its checkpoints are deleted later."""
     folder = shared.sweep_folder.of_trial(trial.number)
     progress = max(trial.intermediate_values)
     outcomes.write(folder, outcomes.Pruned(reason, progress))
+    if reason != WORSE:
+        studies.blame(shared.study, trial, reason, is_own_fault=False)
     value = trial.intermediate_values[progress]
     optuna_adapter.end_trial(shared.study, trial, TrialState.PRUNED, value)
-    with hparams.may_fail():
-        hparams.write_end(folder, shared.sweep, "pruned")
-    delete_checkpoints(folder)
     log_lines.say(f"trial {trial.number} was paused at progress {progress} and is pruned: {reason}")
+    return folder

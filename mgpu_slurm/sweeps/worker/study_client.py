@@ -31,7 +31,7 @@ from mgpu_slurm.sweeps.search.sweep_file import Sweep
 from mgpu_slurm.sweeps.study import recovery
 from mgpu_slurm.sweeps.study import trial_queue as studies
 from mgpu_slurm.sweeps.study.recovery import Death
-from mgpu_slurm.sweeps.worker import sweep_end
+from mgpu_slurm.sweeps.worker import copies, sweep_end
 from mgpu_slurm.sweeps.worker.messages import Assignment, Leave
 from mgpu_slurm.sweeps.worker.sweep_end import SweepEnd
 from mgpu_slurm.sweeps.worker.trial import WorkerTrial
@@ -118,7 +118,7 @@ class StudyClient:
     def _take(self, is_over: bool) -> Trial | None:
         def take() -> Trial | None:
             lock, snapshots = self._folder.trials_lock, self._shared.snapshots
-            return studies.take(self._study, self._sweep, self._worker, lock, snapshots, is_over)
+            return studies.take(self._study, self._sweep, self._worker, lock, snapshots, is_over, self._set_aside)
 
         self._shared.recover()
         trial = take()
@@ -127,6 +127,10 @@ class StudyClient:
             self._shared.recover(at_once=True)
             trial = take()
         return trial
+
+    def _set_aside(self, replaced: FrozenTrial, source: FrozenTrial) -> None:
+        of_trial = self._sweep_folder.of_trial
+        copies.set_aside(of_trial(source.number), of_trial(replaced.number))
 
     def _begin(self, trial: Trial) -> Assignment | None:
         """Return the assignment of a trial; None if its space function rejected or failed it, which ends it."""

@@ -59,9 +59,14 @@ class SweepEnd:
     def when_all_tried(self) -> SweepOver | None:
         """End the sweep if the points of its space are all tried, and no trial runs; return whether it is over."""
         study, sweep = self._shared.study, self._shared.sweep
-        if not studies.all_tried(study, sweep) or summary.counts(self._shared.trials(), sweep)["RUNNING"]:
-            return None
-        return end_sweep(self._shared, "all points of the space have been tried", failed=False)
+        with locked(self._shared.folder.trials_lock):
+            if not studies.all_tried(study, sweep):
+                return None
+            trials = self._shared.trials()
+            is_busy = any(trial.state == TrialState.RUNNING or studies.was_given_back(trial, sweep) for trial in trials)
+            if is_busy or summary.promotable(study, sweep, is_over=False):
+                return None
+            return end_sweep(self._shared, "all points of the space have been tried", failed=False)
 
     def _spent(self) -> str | None:
         sweep = self._shared.sweep
@@ -140,8 +145,12 @@ def spent_time(sweep: Sweep, folder: RunFolder, gpus: int) -> str | None:
 
 
 def since_best(trials: Sequence[FrozenTrial], sweep: Sweep) -> int:
-    """Return how many trials have ended since the best one, without failed ones."""
-    ended = [trial for trial in trials if trial.state in (TrialState.COMPLETE, TrialState.PRUNED)]
+    """Return how many trials have ended since the best one, without failed ones.
+
+    If trials may pause, only complete ones count: most are pruned because others are better already.
+    """
+    counted = (TrialState.COMPLETE,) if sweep.pruner.pauses else (TrialState.COMPLETE, TrialState.PRUNED)
+    ended = [trial for trial in trials if trial.state in counted]
     ended.sort(key=lambda trial: (trial.datetime_complete or datetime.max, trial.number))
     best = -math.inf if sweep.direction == "maximize" else math.inf
     since = 0

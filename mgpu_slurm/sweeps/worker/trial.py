@@ -13,15 +13,16 @@ from optuna.trial import FrozenTrial, Trial, TrialState
 from mgpu_slurm.core import log_lines, retry
 from mgpu_slurm.core.files import locked, read_json, write_json
 from mgpu_slurm.metrics.report_socket import CONTINUE, PAUSE, Verdict
+from mgpu_slurm.registry import cleanup
 from mgpu_slurm.run_folder import records
 from mgpu_slurm.run_folder.layout import RunFolder
 from mgpu_slurm.sweeps import hparams, optuna_adapter
-from mgpu_slurm.sweeps.scheduling.scheduler import Decision
+from mgpu_slurm.sweeps.scheduling.scheduler import Clone, Decision
 from mgpu_slurm.sweeps.study import outcomes, recovery
 from mgpu_slurm.sweeps.study import trial_queue as studies
 from mgpu_slurm.sweeps.study.recovery import Death
-from mgpu_slurm.sweeps.study.snapshots import SECONDS
-from mgpu_slurm.sweeps.worker import paused_trials
+from mgpu_slurm.sweeps.study.snapshots import SECONDS, until_of
+from mgpu_slurm.sweeps.worker import copies, paused_trials
 from mgpu_slurm.sweeps.worker.messages import Superseded
 from mgpu_slurm.sweeps.worker.worker_study import WorkerStudy
 
@@ -47,10 +48,15 @@ class WorkerTrial:
         frozen = self.frozen()
         _keep_apart(self.folder, frozen)
         self.folder.logs.mkdir(parents=True, exist_ok=True)
+        copies.adopt(self.folder, frozen)
         self.attempt = records.attempts_started(self.folder) + 1
         before = frozen.intermediate_values
         self._reported = set(before)
         """Progress values for which the study has a value."""
+        self._until = until_of(frozen)
+        """Index of the rung to which it may run, if trials may pause."""
+        self._pauses = False
+        """Whether it is to pause at the next place where it can be saved."""
         self._last_progress: int | None = None
         """Progress of the last report here."""
         self.last_value: float | None = before[max(before)] if before else None
@@ -83,12 +89,20 @@ class WorkerTrial:
             self._trial.report(value, progress)
             self._reported.add(progress)
             self.has_reported = True
+        return self._judge() if self._is_due(progress) else PAUSE if self._pauses else CONTINUE
+
+    def _is_due(self, progress: int) -> bool:
+        """Return whether the scheduler decides after this report."""
+        scheduler = self._shared.scheduler
+        if scheduler.pauses:
+            # also if the trial has come further than its rung, because there was no place where it could be saved
+            return not self._pauses and self._until < len(scheduler.rungs) and progress >= scheduler.rungs[self._until]
         before = self._last_progress
         if before is None:
             # an earlier attempt may have ended after its report and before the decision
             before = max((each for each in self._reported if each < progress), default=0)
         self._last_progress = progress
-        return self._judge() if self._shared.scheduler.is_due(before, progress) else CONTINUE
+        return scheduler.is_due(before, progress)
 
     def _judge(self) -> Verdict:
         """Ask the scheduler, and do what it decides."""
@@ -102,9 +116,18 @@ class WorkerTrial:
             decision = scheduler.decide(snapshot, number)
             if scheduler.pauses and decision is Decision.CONTINUE:
                 studies.grant(self._study, self.frozen())
+                self._until += 1
+            if decision is Decision.COMPLETE:
+                # nothing is left to decide
+                self._until = len(scheduler.rungs)
+            if isinstance(decision, Clone):
+                source = shared.snapshots.trial(decision.source).number
+                studies.replace_by_copy(self._study, self.frozen(), source)
+                return Verdict(f"{paused_trials.REPLACED} {source}")
         if decision is Decision.PRUNE:
             return Verdict(paused_trials.WORSE)
-        return PAUSE if decision is Decision.PAUSE else CONTINUE
+        self._pauses = decision is Decision.PAUSE
+        return PAUSE if self._pauses else CONTINUE
 
     def _check_is_mine(self) -> None:
         """Raise Superseded if this worker was taken for dead, as on a node that SLURM gave up, and lost its trial."""
@@ -127,11 +150,12 @@ class WorkerTrial:
             self._check_is_mine()
             outcomes.write(self.folder, outcomes.Pruned(reason, progress))
             if reason != paused_trials.WORSE:
-                studies.blame(self._study, self.frozen(), reason, self._has_parameters)
+                is_own_fault = self._has_parameters and not paused_trials.is_schedulers(reason)
+                studies.blame(self._study, self.frozen(), reason, is_own_fault)
             self._study.tell(self._trial, state=TrialState.PRUNED)
         with hparams.may_fail():
             hparams.write_end(self.folder, self._sweep, "pruned")
-        if self._shared.scheduler.pauses:
+        if self._shared.scheduler.pauses and paused_trials.is_schedulers(reason):
             paused_trials.delete_checkpoints(self.folder)
         self._end(f"pruned at progress {progress}: {reason}")
 
@@ -159,11 +183,16 @@ class WorkerTrial:
     def pause(self, progress: int) -> None:
         """Let the trial wait at its rung, and prune paused trials that will never be promoted."""
         paused_trials.keep_newest_checkpoint(self.folder)
+        size = cleanup.size_of(self.folder.checkpoints)
         with locked(self._sweep_folder.trials_lock):
             self._check_is_mine()
+            studies.note_size(self._study, self.frozen(), size)
             studies.give_back(self._study, self.frozen())
-            paused_trials.prune_hopeless(self._shared)
+            pruned = paused_trials.prune_hopeless(self._shared)
         self._end(f"paused at progress {progress}")
+        # other workers need not wait for that
+        for folder in pruned:
+            paused_trials.clear(folder, self._sweep)
 
     def give_back(self) -> None:
         """Queue the trial again, to be resumed by another worker."""

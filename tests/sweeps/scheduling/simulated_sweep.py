@@ -11,9 +11,10 @@ from optuna.trial import FrozenTrial, Trial, TrialState
 
 from mgpu_slurm.sweeps import optuna_adapter
 from mgpu_slurm.sweeps.scheduling.rung_tpe import RungTpe
-from mgpu_slurm.sweeps.scheduling.scheduler import Action, Decision, Scheduler, Snapshot
+from mgpu_slurm.sweeps.scheduling.scheduler import Action, Clone, Decision, Scheduler, Snapshot
+from mgpu_slurm.sweeps.search.sweep_file import Sweep
 from mgpu_slurm.sweeps.study import trial_queue as studies
-from mgpu_slurm.sweeps.study.snapshots import Snapshots
+from mgpu_slurm.sweeps.study.snapshots import Snapshots, copy_of
 from mgpu_slurm.sweeps.study.trial_queue import Worker
 
 
@@ -33,12 +34,15 @@ class SimulatedSweep:
         direction: str = "minimize",
         epochs: int = 9,
         dies_at: int | None = None,
+        sweep: Sweep | None = None,
     ) -> None:
         """
         Args:
             epochs: the length of a trial, if the scheduler has no rungs.
             dies_at: number of the write, from 1, before which the worker dies that is about to do it.
+            sweep: the sweep file, for copies.
         """
+        self._sweep = sweep
         optuna_adapter.silence()
         self.scheduler = scheduler
         self.trials = trials
@@ -70,7 +74,8 @@ class SimulatedSweep:
         return counted
 
     def snapshot(self) -> Snapshot:
-        return self._snapshots.take(self.trials)
+        # the members of a population are counted without copies
+        return self._snapshots.take(self.trials if self._sweep is None else None)
 
     def run(self) -> None:
         """Let all workers work until none has anything to do."""
@@ -112,16 +117,21 @@ class SimulatedSweep:
         if job.action is Action.PROMOTE:
             assert job.number is not None
             self.promoted.append((job.number, studies.until_of(self._trial(job.number)) + 1))
-            writes = self.writes
             try:
                 studies._promote(self.study, worker, self._snapshots.trial(job.number))
             except Crash:
-                if self.writes == writes + 1:
-                    # it died before the first write
-                    self.promoted.pop()
+                # its last write lets the trial run further
+                self.promoted.pop()
                 raise
             return job.number
         number = len(self.study.trials)
+        if job.action is Action.CLONE:
+            assert job.number is not None
+            assert job.source is not None
+            assert self._sweep is not None
+            replaced, source = self._trial(job.number), self._trial(job.source)
+            studies._begin_copy(self.study, self._sweep, worker, replaced, source)
+            return number
         studies._begin(self.study, worker, self.scheduler, number, {})
         return number
 
@@ -134,12 +144,19 @@ class SimulatedSweep:
         trial = Trial(self.study, self._trial(number)._trial_id)
         x = trial.suggest_float("x", 0, 1)
         last = max(self._trial(number).intermediate_values, default=0)
+        if not last:
+            # a copy continues after the trial that it replaces
+            copied = copy_of(self._trial(number))
+            last = 0 if copied is None else max(self._trial(copied.trial).intermediate_values)
         if last < self.epochs:
             last += 1
             noise = random.Random(f"{self._seed} {number} {last}").random() / last
             trial.report(self._sign * ((x - 0.3) ** 2 + 0.2 * noise), last)
         decision = self._decide(number, last)
-        if decision is Decision.PAUSE:
+        if isinstance(decision, Clone):
+            studies.replace_by_copy(self.study, self._trial(number), decision.source)
+            optuna_adapter.set_trial_state(self.study, self._trial(number), TrialState.PRUNED)
+        elif decision is Decision.PAUSE:
             studies.give_back(self.study, self._trial(number))
         elif decision is Decision.PRUNE:
             optuna_adapter.set_trial_state(self.study, self._trial(number), TrialState.PRUNED)
@@ -150,7 +167,7 @@ class SimulatedSweep:
             return True
         return False
 
-    def _decide(self, number: int, progress: int) -> Decision:
+    def _decide(self, number: int, progress: int) -> Decision | Clone:
         if not self.scheduler.is_due(progress - 1, progress):
             return Decision.CONTINUE
         snapshot = self.snapshot()

@@ -142,6 +142,8 @@ def change(**changes: Any) -> dict[str, Any]:
     return {"values": LEAST | changes}
 
 
+PBT: dict[str, Any] = {"name": "pbt", "interval": 2, "max_resource": 9, "perturb": ["lr"]}
+
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "missing study": (without("study"), "'study' has no default and was not given"),
     "invalid study name": (change(study="a/b"), "run name 'a/b'"),
@@ -157,7 +159,36 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "loss to maximize": (change(metric="val_loss"), "metric val_loss: add `direction: minimize`; without it"),
     "unknown pruner": (
         change(pruner="medan"),
-        "'medan': expected none, median, hyperband, asha, or package.module.Class (d",
+        "'medan': expected none, median, hyperband, asha, pbt, or package.module.Class (d",
+    ),
+    "gp with pauses": (
+        change(sampler="gp", pruner={"name": "asha", "max_resource": 9}),
+        "sampler gp: it learns from ended trials only, and would draw at random while trials are paused: choose tpe,"
+        " random, grid, or set `pause: false` in the pruner",
+    ),
+    "asha without max_resource": (change(pruner="asha"), "asha needs max_resource: the progress of a complete trial"),
+    "pause of median": (
+        change(pruner={"name": "median", "pause": False}),
+        "pause, hedge and keep_gb are keys of asha, not of median: remove them",
+    ),
+    "room without pauses": (
+        change(pruner={"name": "asha", "max_resource": 9, "pause": False, "keep_gb": 5}),
+        "keep_gb 5: expected more than 0, and pause: true",
+    ),
+    "pbt without perturb": (
+        change(pruner=PBT | {"perturb": []}),
+        "pbt needs perturb: the parameters that a copy changes",
+    ),
+    "pbt with unknown perturb": (
+        change(pruner=PBT | {"perturb": ["lrr"]}, trials=None),
+        "perturb: 'lrr' is not a param",
+    ),
+    "pbt without interval": (change(pruner=PBT | {"interval": None}), "pbt needs interval: the progress between two"),
+    "small population": (change(pruner=PBT | {"population": 3}), "population 3: expected at least 4"),
+    "pbt with trials": (change(pruner=PBT), "pruner pbt has `population: N`, and adds copies: remove it"),
+    "population of asha": (
+        change(pruner={"name": "asha", "max_resource": 9, "population": 4}),
+        "population, interval and perturb are keys of pbt, not of asha: remove them",
     ),
     "options of median pruner": (change(pruner={"name": "median", "options": {"a": 1}}), "median has keys of its own"),
     "hyperband without max_resource": (change(pruner="hyperband"), "hyperband needs max_resource"),

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from optuna.study import Study
+from optuna.trial import FrozenTrial
 
 from mgpu_slurm.core.errors import UserError
 from mgpu_slurm.request import config as configs
@@ -100,11 +101,18 @@ def test_study_with_too_few_trials_is_rejected(make: Make) -> None:
         warm_start.around(VALUES, "first")
 
 
+def add(study: Study, known: Sequence[FrozenTrial]) -> None:
+    """Add the trials of an earlier study to one that has begun, in which version 0.1 may have mixed them."""
+    for trial in known:
+        study.add_trial(trial)
+    studies.note(study, studies.ORIGINS, len(known))
+
+
 def test_previous_trials_are_known_but_not_counted(make: Make) -> None:
     _, before = make(lambda values: values["lr"], trials=6)
     folder, study = make(lambda values: 1.0, study="second", trials=2)
     second = sweep_file.load(folder.sweep)
-    warm_start.add(study, warm_start.known_trials(second, "first"))
+    add(study, warm_start.known_trials(second, "first"))
     assert studies.begun(study) == 2
     known = [trial for trial in study.trials if ORIGIN in trial.system_attrs]
     assert [trial.params for trial in known] == [trial.params for trial in before.trials]
@@ -118,7 +126,7 @@ def test_previous_trials_use_up_neither_trials_nor_queued_points(make: Make) -> 
     make(lambda values: values["lr"], trials=6)
     folder, study = make(lambda values: 1.0, study="second", trials=1, enqueue=[{"lr": 0.5}])
     second = replace(sweep_file.load(folder.sweep), trials=3)
-    warm_start.add(study, warm_start.known_trials(second, "first"))
+    add(study, warm_start.known_trials(second, "first"))
     studies.queue(study, [{"lr": 0.25}])
     rates = []
     while (trial := studies.take(study, second, Worker(0, 1), folder.trials_lock)) is not None:

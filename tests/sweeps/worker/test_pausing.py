@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from optuna.trial import TrialState, create_trial
 
 from mgpu_slurm.core import files
 from mgpu_slurm.metrics.report_socket import CONTINUE, PAUSE, Verdict
@@ -17,7 +18,8 @@ from mgpu_slurm.run_folder.record_types import SweepOver
 from mgpu_slurm.sweeps.study import recovery, summary
 from mgpu_slurm.sweeps.study import trial_queue as studies
 from mgpu_slurm.sweeps.study.best_trial import best
-from mgpu_slurm.sweeps.study.snapshots import UNTIL
+from mgpu_slurm.sweeps.study.snapshots import ORIGIN, UNTIL
+from mgpu_slurm.sweeps.worker import sweep_end
 from mgpu_slurm.sweeps.worker.messages import Assignment
 from mgpu_slurm.sweeps.worker.paused_trials import NO_ROOM, WORSE
 from mgpu_slurm.sweeps.worker.study_client import StudyClient
@@ -234,9 +236,9 @@ def test_ended_sweep_can_go_on_with_its_paused_trials(tmp_path: Path) -> None:
     ran = _train_all(part)
     assert leave(part)
     assert counts(folder)["COMPLETE"] == 1
-    assert waiting_trials(study_of(folder), sweep_of(folder)) == 0
+    assert waiting_trials(study_of(folder), sweep_of(folder), is_over=False) == 0
     files.write_whole(folder.sweep, folder.sweep.read_text().replace("trials: 4", "trials: 12"))
-    assert waiting_trials(study_of(folder), sweep_of(folder)) == 8
+    assert waiting_trials(study_of(folder), sweep_of(folder), is_over=False) == 8
     again = worker(folder, 0, attempt=2)
     more = _train_all(again)
     assert max(more) == 11
@@ -297,3 +299,129 @@ def test_workers_that_begin_at_once_draw_different_points(tmp_path: Path) -> Non
     parts = [worker(folder, number) for number in range(8)]
     orders = [begin(part) for part in parts]
     assert sorted(int(str(order.values["x"])) for order in orders) == list(range(1, 9))
+
+
+def test_raised_budget_continues_with_paused_trials(tmp_path: Path) -> None:
+    folder = make_asha(tmp_path)
+    part = worker(folder, 0)
+    for score in (0.5, 0.4, 0.3):
+        pause(part, folder, score)
+    study, file = study_of(folder), sweep_of(folder)
+    studies.set_over(study, SweepOver(reason="9 of 9 hours are over"))
+    # six have not begun, and one would be promoted; while the budget is spent, only by the last call
+    assert waiting_trials(study, file, is_over=False) == 7
+    assert summary.promotable(study, file, is_over=True) == 1
+
+
+def test_two_workers_never_promote_the_same_trial(tmp_path: Path) -> None:
+    """Another worker looks for a trial at each write of a promotion."""
+    folder = make_asha(tmp_path)
+    part, other = worker(folder, 0), worker(folder, 1)
+    for score in (0.5, 0.4, 0.3):
+        pause(part, folder, score)
+    study, file = study_of(folder), sweep_of(folder)
+    seen: list[bool] = []
+    storage: Any = part._shared.study._storage
+    for name in ("set_trial_system_attr", "set_trial_state_values"):
+        write = getattr(storage, name)
+
+        def watched(*given: Any, write: Any = write) -> Any:
+            done = write(*given)
+            seen.append(any(studies.was_given_back(trial, file) for trial in study.get_trials(deepcopy=False)))
+            return done
+
+        setattr(storage, name, watched)
+    assert begin(part).number == 0
+    assert seen
+    assert not any(seen)
+    assert begin(other).number == 3
+
+
+def test_enqueued_points_come_after_the_trials_of_an_earlier_study(tmp_path: Path) -> None:
+    folder = make_asha(tmp_path, trials=9)
+    files.write_whole(folder.sweep, folder.sweep.read_text() + "enqueue: [{x: 0.25}]\n")
+    folder.journal.unlink()
+    known = [create_trial(value=1.0, params={}, system_attrs={ORIGIN: "before"}) for _ in range(3)]
+    study = studies.create(sweep_of(folder), folder.journal, known)
+    part = worker(folder, 0)
+    order = begin(part)
+    assert (order.number, order.values) == (3, {"x": 0.25})
+    assert studies.own_number(study, study.trials[3]) == 0
+    assert part.report(1, {"score": 0.5}) == PAUSE
+
+
+def test_trial_that_the_last_call_needs_is_not_pruned(tmp_path: Path) -> None:
+    """The only place is taken by a trial that fails later."""
+    folder = make_asha(tmp_path, trials=3)
+    part = worker(folder, 0)
+    for score in (0.5, 0.4):
+        number = begin(part).number
+        verdict = part.report(1, {"score": score})
+        part.pause(1) if verdict == PAUSE else part.prune(WORSE, 1)
+    assert begin(part).number == 2
+    assert part.report(1, {"score": 0.9}) == CONTINUE
+    part.fail("ValueError: boom")
+    assert number == 1
+    # the first one is left, and is trained to the end
+    assert begin(part).number == 0
+    assert part.report(3, {"score": 0.6}) == PAUSE
+    part.pause(3)
+    assert begin(part).number == 0
+    assert part.report(9, {"score": 0.7}) == CONTINUE
+    finish(part, 0.7)
+    assert leave(part).exit_code == 0
+
+
+def test_checkpoint_of_the_only_paused_trial_is_kept_whatever_its_size(tmp_path: Path) -> None:
+    folder = make_asha(tmp_path, keep_gb=1e-9)
+    pause(worker(folder, 0), folder, 0.5)
+    assert (states(folder), saved(folder, 0)) == (["WAITING"], ["step-000000001"])
+
+
+def test_trial_that_failed_at_its_rung_on_a_doubtful_node_is_tried_elsewhere(tmp_path: Path) -> None:
+    folder = make_asha(tmp_path)
+    part, other = worker(folder, 0), worker(folder, 1)
+    number = begin(part).number
+    assert part.report(1, {"score": 0.5}) == PAUSE
+    own = part._running()
+    own.doubt("OSError: no GPU")
+    part._ended(for_good=False)
+    assert counts(folder) == {"WAITING": 9}
+    assert begin(other).number == number
+    assert other.report(2, {"score": 0.6}) == PAUSE
+    other.pause(2)
+    assert counts(folder)["PAUSED"] == 1
+
+
+def test_trial_that_has_passed_its_next_rung_already_is_decided_at_its_first_report(tmp_path: Path) -> None:
+    """There was no place where it could be saved before."""
+    folder = make_asha(tmp_path)
+    part = worker(folder, 0)
+    begin(part)
+    assert [part.report(at, {"score": 0.5}) for at in (1, 2, 3, 4)] == [PAUSE] * 4
+    part.pause(4)
+    for score in (0.4, 0.3):
+        pause(part, folder, score)
+    assert begin(part).number == 0
+    assert part.report(5, {"score": 0.5}) == PAUSE
+
+
+def test_patience_counts_complete_trials_only(tmp_path: Path) -> None:
+    folder = make_asha(tmp_path, trials=9)
+    study, file = study_of(folder), sweep_of(folder)
+    for _ in range(5):
+        study.add_trial(create_trial(state=TrialState.PRUNED, value=0.1))
+    assert sweep_end.since_best(study.trials, file) == 0
+    for value in (0.5, 0.4):
+        study.add_trial(create_trial(value=value))
+    assert sweep_end.since_best(study.trials, file) == 1
+
+
+def test_nan_keeps_its_checkpoints(tmp_path: Path) -> None:
+    folder = make_asha(tmp_path)
+    part = worker(folder, 0)
+    begin(part)
+    save(folder, 0, 1)
+    part.report(1, {"score": float("nan")})
+    part.prune("score is nan", 1)
+    assert saved(folder, 0) == ["step-000000001"]

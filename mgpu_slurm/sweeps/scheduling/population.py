@@ -1,0 +1,107 @@
+"""Population based training (Jaderberg et al. 2017): weak members of a population are replaced by copies of good ones.
+
+A copy continues from the checkpoint of the other, with changed values.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from mgpu_slurm.sweeps.scheduling.halving import worth
+from mgpu_slurm.sweeps.scheduling.scheduler import (
+    BEGIN,
+    Action,
+    Clone,
+    Decision,
+    Entry,
+    EntryState,
+    Job,
+    Scheduler,
+    Snapshot,
+)
+
+QUARTERS = 4
+"""The worst quarter of the members is replaced by copies of those in the best quarter."""
+
+_GONE = (EntryState.PRUNED, EntryState.FAILED)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Population(Scheduler):
+    """A population of trials, compared with each other at each rung; the rungs are multiples of the interval.
+
+    A member that is replaced is pruned, and its copy is a new trial. Members take turns if there are fewer workers: the
+    one that has come least far is next.
+    """
+
+    rungs: Sequence[int]
+    population: int
+    is_maximized: bool
+    pauses: bool = True
+
+    def decide(self, snapshot: Snapshot, number: int) -> Decision | Clone:
+        entry = snapshot.entries[number]
+        if entry.until == len(self.rungs) - 1:
+            return Decision.COMPLETE
+        if snapshot.is_over:
+            return Decision.PAUSE
+        order = self._ranked(snapshot.entries.values(), entry.until)
+        quarter = len(order) // QUARTERS
+        if entry in order[len(order) - quarter :]:
+            sources = [each for each in order[:quarter] if each.state not in _GONE]
+            if sources:
+                return Clone(sources[number % len(sources)].number)
+        return Decision.PAUSE if self._comes_before(snapshot, entry) else Decision.CONTINUE
+
+    def next_job(self, snapshot: Snapshot) -> Job | None:
+        if snapshot.is_over:
+            return None
+        for entry in self._to_replace(snapshot):
+            source = self._source_of(snapshot, entry)
+            if source is not None:
+                return Job(Action.CLONE, entry.number, source)
+        if self._may_begin(snapshot):
+            return BEGIN
+        paused = [each for each in snapshot.entries.values() if each.state is EntryState.PAUSED]
+        if not paused:
+            return None
+        return Job(Action.PROMOTE, min(paused, key=lambda each: (each.until, each.number)).number)
+
+    def promotable(self, snapshot: Snapshot) -> int:
+        if snapshot.is_over:
+            return 0
+        paused = sum(each.state is EntryState.PAUSED for each in snapshot.entries.values())
+        replaced = [each for each in self._to_replace(snapshot) if self._source_of(snapshot, each) is not None]
+        return paused + len(replaced)
+
+    def _may_begin(self, snapshot: Snapshot) -> bool:
+        members = sum(each.replaces is None for each in snapshot.entries.values())
+        return snapshot.may_begin and members < self.population
+
+    def _comes_before(self, snapshot: Snapshot, entry: Entry) -> bool:
+        """Return whether a worker has something to do before it continues with this member."""
+        if self._may_begin(snapshot) or self._to_replace(snapshot):
+            return True
+        return any(each.state is EntryState.PAUSED and each.until <= entry.until for each in snapshot.entries.values())
+
+    def _ranked(self, entries: Iterable[Entry], rung: int) -> list[Entry]:
+        """Return the trials with a value at the rung, best first; of equal ones, the earlier first."""
+        there = [each for each in entries if math.isfinite(each.values.get(rung, math.nan))]
+        return sorted(there, key=lambda each: (worth(each.values[rung], self.is_maximized), each.number))
+
+    def _to_replace(self, snapshot: Snapshot) -> list[Entry]:
+        """Return the pruned trials that have no copy in their place yet."""
+        replaced = {each.replaces for each in snapshot.entries.values()}
+        return [
+            each
+            for each in snapshot.entries.values()
+            if each.source is not None and each.state is EntryState.PRUNED and each.number not in replaced
+        ]
+
+    def _source_of(self, snapshot: Snapshot, entry: Entry) -> int | None:
+        """Return the trial to copy: the chosen one, or the best there is if that has gone meanwhile."""
+        order = self._ranked(snapshot.entries.values(), entry.until)
+        left = [each.number for each in order if each.state not in _GONE]
+        return entry.source if entry.source in left else next(iter(left), None)
