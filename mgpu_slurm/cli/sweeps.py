@@ -78,7 +78,7 @@ def best(name: str, as_yaml: bool, top: int | None, as_json: bool) -> None:
 
     from mgpu_slurm.registry import lookup
     from mgpu_slurm.request import config as configs
-    from mgpu_slurm.sweeps.study import best_trial
+    from mgpu_slurm.sweeps.analysis import best_trial
 
     if top is not None:
         if as_yaml:

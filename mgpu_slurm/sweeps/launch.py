@@ -27,7 +27,7 @@ from mgpu_slurm.submission.resume_overrides import Change
 from mgpu_slurm.sweeps import hparams, optuna_adapter
 from mgpu_slurm.sweeps.search import space as spaces
 from mgpu_slurm.sweeps.search import space_function, sweep_file
-from mgpu_slurm.sweeps.search.parameters import Values
+from mgpu_slurm.sweeps.search.parameters import Values, kept
 from mgpu_slurm.sweeps.search.sweep_file import Sweep
 from mgpu_slurm.sweeps.study import recovery, summary, warm_start
 from mgpu_slurm.sweeps.study import trial_queue as studies
@@ -332,7 +332,7 @@ def _late_points(sweep: Sweep, study: optuna.Study) -> list[Values]:
     if sweep.sampler.name == "grid":
         return []
     there = studies.queued(study)
-    if [studies.kept(point) for point in sweep.enqueue[: len(there)]] != there:
+    if [kept(point) for point in sweep.enqueue[: len(there)]] != there:
         raise UserError(f"enqueue: the study's points {json.dumps(there)} must stay first: add new ones after them")
     late = list(sweep.enqueue[len(there) :])
     begun = studies.begun(study)

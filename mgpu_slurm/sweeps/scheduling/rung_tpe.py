@@ -7,7 +7,7 @@ whatever it does now: it may be paused, pruned later, or still run. Points of a 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,10 +16,10 @@ from optuna.samplers import RandomSampler
 from optuna.study import Study
 from optuna.trial import FrozenTrial
 
-from mgpu_slurm.sweeps.optuna_adapter import FIXED_PARAMS, StudyView, TrialsView
+from mgpu_slurm.sweeps.optuna_adapter import FIXED_PARAMS, StudyView, TrialsView, trial_count
 from mgpu_slurm.sweeps.scheduling.observations import Observations
 from mgpu_slurm.sweeps.scheduling.samplers import LearningTpe
-from mgpu_slurm.sweeps.search.parameters import Choice, Float, Int, Parameter, Values
+from mgpu_slurm.sweeps.search.parameters import Choice, Float, Int, Parameter, Values, kept
 from mgpu_slurm.sweeps.search.space import Space
 
 ENOUGH = 10
@@ -189,6 +189,23 @@ class RungTpe(LearningTpe):
         left = [point for point in points_of(known.space) if key_of(known.space, point) not in taken]
         return left[int(self.random_numbers().randint(len(left)))] if left else None
 
+    @property
+    def repeats_no_point(self) -> bool:
+        """Whether the space is finite, and known."""
+        return self._space is not None and is_finite(self._space)
+
+    def has_tried_all(self, study: Study) -> bool:
+        """Return whether trials have all points of a finite space; False if these are unknown or too many to list."""
+        space, trials = self._space, trial_count(study)
+        if space is None or not is_finite(space):
+            return False
+        # a large space takes long to list
+        if trials < math.prod(len(each.points()) for each in space.parameters if not each.when):
+            return False
+        if space.size is None or trials < space.size:
+            return False
+        return {key_of(space, point) for point in points_of(space)} <= self.taken(study, space)
+
     def taken(self, study: Study, space: Space, besides: int | None = None) -> set[Point]:
         """Return the points of all trials, whatever they do, also of queued ones.
 
@@ -223,24 +240,9 @@ def _has_steps(parameter: Parameter) -> bool:
     return isinstance(parameter, Float) and parameter.step is not None
 
 
-def is_tried(space: Space, trials: int, taken: Callable[[Space], set[Point]]) -> bool:
-    """Return whether all points of a finite space are taken.
-
-    Args:
-        trials: the number of trials, which is cheaper to know than the points.
-        taken: returns the points that are taken.
-    """
-    # a large space takes long to list
-    if trials < math.prod(len(each.points()) for each in space.parameters if not each.when):
-        return False
-    if space.size is None or trials < space.size:
-        return False
-    return {key_of(space, point) for point in points_of(space)} <= taken(space)
-
-
 def points_of(space: Space) -> Iterable[Values]:
     """Return all points in the study's form; none if they are too many to list."""
-    return () if space.size is None else map(space.kept, space.grid())
+    return () if space.size is None else map(kept, space.grid())
 
 
 def _space_of(trials: Sequence[FrozenTrial]) -> Space:

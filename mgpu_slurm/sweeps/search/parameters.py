@@ -198,6 +198,11 @@ def label(value: Any) -> Any:
     return json.dumps(value) if isinstance(value, (list, dict)) else value
 
 
+def kept(values: Values) -> Values:
+    """Return values in their form in the study."""
+    return {name: label(value) for name, value in values.items()}
+
+
 def _how(log: bool, step: float | None) -> str:
     return f"{', log' if log else ''}{f', step {step:g}' if step is not None else ''}"
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from mgpu_slurm.core.errors import UserError
 from mgpu_slurm.request import config as configs
 from mgpu_slurm.request.config import Config
-from mgpu_slurm.sweeps.search.parameters import Parameter, Values, label
+from mgpu_slurm.sweeps.search.parameters import Parameter, Values
 
 if TYPE_CHECKING:
     from optuna.trial import BaseTrial
@@ -48,10 +48,6 @@ class Space:
         """Return a trial's parameters as passed to the job, from their form in the study."""
         return {parameter.name: parameter.restored(params[parameter.name]) for parameter in self.parameters
                 if parameter.name in params}  # fmt: skip
-
-    def kept(self, values: Values) -> Values:
-        """Return values in their form in the study."""
-        return {name: label(value) for name, value in values.items()}
 
     def grid(self) -> list[Values]:
         """Return every combination once; the last parameter changes fastest.

@@ -30,9 +30,9 @@ from mgpu_slurm.sweeps import optuna_adapter
 from mgpu_slurm.sweeps.optuna_adapter import FIXED_PARAMS
 from mgpu_slurm.sweeps.scheduling import samplers
 from mgpu_slurm.sweeps.scheduling.construction import sampler_of, scheduler_of
-from mgpu_slurm.sweeps.scheduling.rung_tpe import RungTpe, is_finite, is_tried
+from mgpu_slurm.sweeps.scheduling.rung_tpe import RungTpe
 from mgpu_slurm.sweeps.scheduling.scheduler import Action, Scheduler
-from mgpu_slurm.sweeps.search.parameters import Values, label
+from mgpu_slurm.sweeps.search.parameters import Values, kept
 from mgpu_slurm.sweeps.search.perturbation import perturbed
 from mgpu_slurm.sweeps.search.space import Space
 from mgpu_slurm.sweeps.search.sweep_file import Sweep
@@ -139,11 +139,6 @@ def queued(study: Study) -> list[Values]:
     return [trial.system_attrs[FIXED_PARAMS] for trial in trials if FIXED_PARAMS in trial.system_attrs]
 
 
-def kept(values: Values) -> Values:
-    """Return values in the study's form."""
-    return {name: label(value) for name, value in values.items()}
-
-
 def begun(study: Study) -> int:
     """Return the number of trials in the study, without those copied from an earlier study."""
     return optuna_adapter.trial_count(study) - int(notes(study).get(ORIGINS, 0))
@@ -190,31 +185,21 @@ def take(
         number = begun(study)
         known = _point(sweep, number)
         trial = Trial(study, _begin(study, worker, scheduler, number, known) if queued is None else queued)
-        if is_finite_search(study, sweep) and not known:
+        if isinstance(study.sampler, RungTpe) and study.sampler.repeats_no_point and not known:
             # drawn under the lock, so that no two workers draw the same point
             _ = trial.relative_params
     # another sampler draws later, which may take long
     return trial
 
 
-def is_finite_search(study: Study, sweep: Sweep) -> bool:
-    """Return whether the sampler proposes each point of a finite space once."""
-    return isinstance(study.sampler, RungTpe) and isinstance(sweep.space, Space) and is_finite(sweep.space)
-
-
-def all_tried(study: Study, sweep: Sweep) -> bool:
+def all_tried(study: Study) -> bool:
     """Return whether each point of a finite space has been tried by a sampler that repeats none."""
-    if not is_finite_search(study, sweep):
-        return False
-    sampler = study.sampler
-    assert isinstance(sweep.space, Space)
-    assert isinstance(sampler, RungTpe)
-    return is_tried(sweep.space, optuna_adapter.trial_count(study), lambda space: sampler.taken(study, space))
+    return isinstance(study.sampler, RungTpe) and study.sampler.has_tried_all(study)
 
 
 def _limit(study: Study, sweep: Sweep) -> int | None:
     """Return how many trials may begin in all."""
-    return begun(study) if all_tried(study, sweep) else sweep.trials
+    return begun(study) if all_tried(study) else sweep.trials
 
 
 @contextmanager

@@ -60,7 +60,7 @@ class SweepEnd:
         """End the sweep if the points of its space are all tried, and no trial runs; return whether it is over."""
         study, sweep = self._shared.study, self._shared.sweep
         with locked(self._shared.folder.trials_lock):
-            if not studies.all_tried(study, sweep):
+            if not studies.all_tried(study):
                 return None
             trials = self._shared.trials()
             is_busy = any(trial.state == TrialState.RUNNING or studies.was_given_back(trial, sweep) for trial in trials)

@@ -9,8 +9,8 @@ import pytest
 from mgpu_slurm.core import files
 from mgpu_slurm.metrics.report_socket import PAUSE, Verdict
 from mgpu_slurm.run_folder.layout import RunFolder
+from mgpu_slurm.sweeps.analysis.best_trial import best
 from mgpu_slurm.sweeps.study import recovery, summary
-from mgpu_slurm.sweeps.study.best_trial import best
 from mgpu_slurm.sweeps.study.snapshots import copy_of
 from mgpu_slurm.sweeps.worker.paused_trials import REPLACED
 from mgpu_slurm.sweeps.worker.study_client import StudyClient

@@ -15,9 +15,9 @@ from mgpu_slurm.rank.signals import Stop
 from mgpu_slurm.registry import sweep_state
 from mgpu_slurm.run_folder.layout import RunFolder
 from mgpu_slurm.run_folder.record_types import SweepOver
+from mgpu_slurm.sweeps.analysis.best_trial import best
 from mgpu_slurm.sweeps.study import recovery, summary
 from mgpu_slurm.sweeps.study import trial_queue as studies
-from mgpu_slurm.sweeps.study.best_trial import best
 from mgpu_slurm.sweeps.study.snapshots import ORIGIN, UNTIL
 from mgpu_slurm.sweeps.worker import sweep_end
 from mgpu_slurm.sweeps.worker.messages import Assignment

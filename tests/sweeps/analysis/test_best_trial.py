@@ -12,7 +12,7 @@ import pytest
 from mgpu_slurm.core import files
 from mgpu_slurm.request import config as configs
 from mgpu_slurm.request.spec import Target, read_spec
-from mgpu_slurm.sweeps.study import best_trial
+from mgpu_slurm.sweeps.analysis import best_trial
 from mgpu_slurm.sweeps.study import summary as summaries
 from tests.sweeps.sweeps import begin, finish, make, study_of, sweep_of, worker
 
