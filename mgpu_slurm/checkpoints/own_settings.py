@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
-_BASES, _LAST, _PARTS = "base_lrs", "_last_lr", "_schedulers"
-"""Keys in the state of a scheduler: learning rates at the start and now, and the states of schedulers that it joins."""
+_BASES, _MOST, _LAST, _PARTS = "base_lrs", "max_lrs", "_last_lr", "_schedulers"
+"""Keys in the state of a scheduler: learning rates at the start, at most and now, and the states of schedulers that it
+joins."""
 
 
 class OwnSettings:
@@ -34,10 +35,11 @@ class OwnSettings:
     def put_back(self) -> None:
         """Set them again after the checkpoint was loaded.
 
-        A learning rate that is scheduled keeps its ratio to the one at the start.
+        A learning rate keeps its ratio to the one at the start, if the scheduler stores that. Other settings of
+        schedulers are those of the checkpoint. Groups that the job adds later are as in the checkpoint, too.
         """
         for optimizer, groups in zip(self._optimizers, self._groups, strict=True):
-            for group, own in zip(optimizer.param_groups, groups, strict=True):
+            for group, own in zip(optimizer.param_groups, groups, strict=False):
                 group.update(own | _scaled_rate(group, own))
         for scheduler, state in self._schedulers:
             scheduler.load_state_dict(_with_bases(scheduler.state_dict(), state))
@@ -58,9 +60,9 @@ def _scaled_rate(group: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, 
 def _with_bases(state: dict[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
     """Return the state of a scheduler with its own learning rates at the start."""
     found = dict(state)
-    if _BASES in own and _BASES in state:
+    if _BASES in own and _BASES in state and len(own[_BASES]) == len(state[_BASES]):
         ratios = [mine / other if other else 1.0 for mine, other in zip(own[_BASES], state[_BASES], strict=True)]
-        found[_BASES] = own[_BASES]
+        found |= {name: own[name] for name in (_BASES, _MOST) if name in own}
         if _LAST in state:
             found[_LAST] = [rate * ratio for rate, ratio in zip(state[_LAST], ratios, strict=True)]
     if _PARTS in state:

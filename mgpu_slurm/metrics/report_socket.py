@@ -1,8 +1,8 @@
 """Reports of a sweep's script to the worker rank that started it, over a Unix socket.
 
 The script's rank 0 sends a line of JSON, `{"progress": 3, "metrics": {...}}`, and receives one, `{"given_up": null}`
-or the reason why the trial is pruned, with `"pause": true` if it is to pause. A name in Linux's abstract namespace
-works behind launchers that close file descriptors.
+or the reason why the trial is pruned, with `"pause"` and `"save"`, whether it is to pause or to be saved. A name in
+Linux's abstract namespace works behind launchers that close file descriptors.
 """
 
 from __future__ import annotations
@@ -27,9 +27,11 @@ class Verdict:
     """Why it is pruned."""
     pauses: bool = False
     """Whether it pauses at the next place where it can be saved."""
+    saves: bool = False
+    """Whether it is saved at the next place."""
 
 
-CONTINUE, PAUSE = Verdict(), Verdict(pauses=True)
+CONTINUE, PAUSE, SAVE = Verdict(), Verdict(pauses=True), Verdict(saves=True)
 
 JudgeCallback = Callable[[int, dict[str, float]], Verdict]
 """Called on rank 0 with the progress and metrics of a report; returns what becomes of the trial."""
@@ -85,7 +87,7 @@ class ReportServer:
             *lines, self._received[connection] = (self._received[connection] + data).split(b"\n")
             for report in map(json.loads, lines):
                 verdict = self._judge(report["progress"], report["metrics"])
-                answer = {"given_up": verdict.prune_reason, "pause": verdict.pauses}
+                answer = {"given_up": verdict.prune_reason, "pause": verdict.pauses, "save": verdict.saves}
                 connection.sendall(f"{json.dumps(answer)}\n".encode())
         except (ConnectionError, ValueError):
             # it has ended, or does not follow the protocol
@@ -119,4 +121,4 @@ class ReportClient:
         if not line:
             raise ConnectionError("the worker that started this script is gone")
         answer = json.loads(line)
-        return Verdict(answer["given_up"], answer.get("pause", False))
+        return Verdict(answer["given_up"], answer.get("pause", False), answer.get("save", False))

@@ -152,7 +152,7 @@ def _request(sweep: Sweep, options: Options) -> Request:
         restart=RestartPolicy(stuck_after=sweep.stuck_after),
         parallelism=sweep.parallelism,
         stage=sweep.stage,
-        workers=sweep.workers if sweep.trials is None else min(sweep.workers, sweep.trials),
+        workers=min(sweep.workers, sweep.most_at_once or sweep.workers),
         probes=_probes(sweep),
         dry_run=options.dry_run,
     )
@@ -335,6 +335,8 @@ def _late_points(sweep: Sweep, study: optuna.Study) -> list[Values]:
     if [kept(point) for point in sweep.enqueue[: len(there)]] != there:
         raise UserError(f"enqueue: the study's points {json.dumps(there)} must stay first: add new ones after them")
     late = list(sweep.enqueue[len(there) :])
+    if late and sweep.pruner.name == "pbt":
+        raise UserError(f"enqueue: {counted(len(late), 'more point')}: the population has begun: remove them")
     begun = studies.begun(study)
     if late and sweep.trials is not None and begun + len(late) > sweep.trials:
         raise UserError(f"enqueue: {counted(len(late), 'more point')}: raise trials to {begun + len(late)}")

@@ -42,7 +42,7 @@ def waiting_trials(study: optuna.Study, sweep: Sweep, is_over: bool) -> int | No
     Args:
         is_over: whether paused trials are to be promoted only until one is complete.
     """
-    if sweep.trials is None:
+    if sweep.trials is None and sweep.pruner.name != "pbt":
         return None
     return summary.counts(summary.own_trials(study), sweep)["WAITING"] + summary.promotable(study, sweep, is_over)
 

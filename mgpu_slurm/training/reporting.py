@@ -81,6 +81,8 @@ class Reporting:
         verdict = Verdict(**self._collectives.broadcast_from_rank0(lambda: asdict(judge(progress, metrics))))
         if verdict.pauses:
             self._loop_control.pause()
+        if verdict.saves and self._loop_control.keeps:
+            self._loop_control.save_wanted = True
         reason = verdict.prune_reason
         if reason is not None:
             log_lines.say(f"{reason}: stopped at progress {self._position.progress}")

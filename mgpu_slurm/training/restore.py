@@ -123,9 +123,11 @@ class Restorer:
             print(f"restored step {step} from {name} (attempt {self._attempt})", flush=True)
 
     def _is_copied(self, key: CheckpointKey) -> bool:
-        """Return whether the checkpoint is another trial's, of which this one is a copy."""
-        copied = read_json(self._files.copied)
-        return copied is not None and copied["checkpoint"] == self._files.checkpoint(*key).name
+        """Return whether the checkpoint is another trial's, of which this one is a copy; the same on all ranks."""
+        # a shared file system may not show the others the file yet
+        copied = read_json(self._files.copied) if self._reporter is not None else None
+        is_it = copied is not None and copied["checkpoint"] == self._files.checkpoint(*key).name
+        return bool(self._collectives.total([float(is_it)])[0])
 
     def _first_of_rank_0(self) -> int:
         (first,) = self._collectives.total([self._found_size.first() if self._reporter is not None else 0])

@@ -10,7 +10,7 @@ from optuna.study import Study
 from optuna.trial import FrozenTrial
 
 from mgpu_slurm.sweeps.scheduling.construction import scheduler_of
-from mgpu_slurm.sweeps.scheduling.halving import Promotion
+from mgpu_slurm.sweeps.scheduling.halving import HEDGE_EVERY, Promotion
 from mgpu_slurm.sweeps.search.parameters import Float, Int, Parameter
 from mgpu_slurm.sweeps.search.space import Space
 from mgpu_slurm.sweeps.search.sweep_file import Sweep
@@ -47,7 +47,7 @@ def _rank_hints(study: Study, sweep: Sweep) -> list[str]:
         return []
     correlation = rank_correlation(pairs)
     low, high = interval_of_correlation(correlation, len(pairs))
-    first, later = scheduler.rungs[0], scheduler.rungs[scheduler.first_rung(7)]
+    first, later = scheduler.rungs[0], scheduler.rungs[scheduler.first_rung(HEDGE_EVERY - 1)]
     told = (
         f"ranks at progress {first} and {later} correlate by {correlation:.2f} ({low:.2f} to {high:.2f}, {len(pairs)}"
         " hedged trials)"

@@ -95,7 +95,9 @@ def _shares(trials: Sequence[FrozenTrial], names: Sequence[str], sweep: Sweep) -
     study.add_trials(
         create_trial(value=trial.value, params=trial.params, distributions=trial.distributions) for trial in trials
     )
-    found = PedAnovaImportanceEvaluator().evaluate(study, params=list(names))
+    # a parameter that depends on others may be in none of the trials that were drawn
+    present = [name for name in names if any(name in trial.params for trial in trials)]
+    found = PedAnovaImportanceEvaluator().evaluate(study, params=present)
     total = sum(found.values())
     return {name: found.get(name, 0.0) / total if total else 0.0 for name in names}
 

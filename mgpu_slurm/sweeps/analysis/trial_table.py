@@ -18,7 +18,7 @@ from mgpu_slurm.sweeps.search.parameters import Values
 from mgpu_slurm.sweeps.search.sweep_file import Sweep
 from mgpu_slurm.sweeps.study import summary
 from mgpu_slurm.sweeps.study import trial_queue as studies
-from mgpu_slurm.sweeps.study.snapshots import values_at
+from mgpu_slurm.sweeps.study.snapshots import own_values_at
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,8 @@ def rows(study: Study, sweep: Sweep, folder: RunFolder) -> list[TrialRow]:
 def _row(trial: FrozenTrial, sweep: Sweep, folder: RunFolder) -> TrialRow:
     found = summary.described(trial, sweep)
     rungs = sweep.pruner.rungs
-    values = values_at(rungs, trial.intermediate_values)
+    values = own_values_at(rungs, trial)
+    workers = list(studies.claims(trial))
     return TrialRow(
         number=trial.number,
         state=found.state,
@@ -63,7 +64,7 @@ def _row(trial: FrozenTrial, sweep: Sweep, folder: RunFolder) -> TrialRow:
         params=found.params,
         rungs={str(rungs[place]): value for place, value in values.items() if math.isfinite(value)},
         seconds=found.seconds,
-        worker=next(iter(studies.claims(trial)), _last_worker(folder)),
+        worker=workers[0] if workers else _last_worker(folder),
         reason=found.reason,
     )
 

@@ -9,6 +9,9 @@ from dataclasses import dataclass
 
 from optuna.trial import FrozenTrial, TrialState
 
+COPY_OF = "mgpu:copy_of"
+"""Attribute of a trial that is a copy of another one: its values are not those of its parameters alone."""
+
 
 @dataclass(frozen=True, slots=True)
 class _Facts:
@@ -42,12 +45,13 @@ class Observations:
         """Return the trials with a value at the highest level that enough of them have, as complete; None if there is
         no such level.
 
-        Running trials without a value there are returned as they are: TPE avoids their neighbourhood.
+        Running trials without a value there are returned as they are: TPE avoids their neighbourhood. Copies of other
+        trials are left out.
 
         Args:
             worst: numbers of the trials that are worse than all others at each level.
         """
-        facts = [self._facts_of(trial) for trial in trials]
+        facts = [self._facts_of(trial) for trial in trials if COPY_OF not in trial.system_attrs]
         level = self._highest_level(facts, worst)
         if level is None:
             return None

@@ -25,7 +25,8 @@ from mgpu_slurm.sweeps.scheduling.scheduler import (
 QUARTERS = 4
 """The worst quarter of the members is replaced by copies of those in the best quarter."""
 
-_GONE = (EntryState.PRUNED, EntryState.FAILED)
+_COPIED = (EntryState.RUNNING, EntryState.PAUSED, EntryState.GIVEN_BACK)
+"""States of a trial that may be copied; one that is complete leaves nothing to train."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +41,7 @@ class Population(Scheduler):
     population: int
     is_maximized: bool
     pauses: bool = True
+    copies: bool = True
 
     def decide(self, snapshot: Snapshot, number: int) -> Decision | Clone:
         entry = snapshot.entries[number]
@@ -50,7 +52,7 @@ class Population(Scheduler):
         order = self._ranked(snapshot.entries.values(), entry.until)
         quarter = len(order) // QUARTERS
         if entry in order[len(order) - quarter :]:
-            sources = [each for each in order[:quarter] if each.state not in _GONE]
+            sources = [each for each in order[:quarter] if each.state in _COPIED]
             if sources:
                 return Clone(sources[number % len(sources)].number)
         return Decision.PAUSE if self._comes_before(snapshot, entry) else Decision.CONTINUE
@@ -74,7 +76,8 @@ class Population(Scheduler):
             return 0
         paused = sum(each.state is EntryState.PAUSED for each in snapshot.entries.values())
         replaced = [each for each in self._to_replace(snapshot) if self._source_of(snapshot, each) is not None]
-        return paused + len(replaced)
+        members = sum(each.replaces is None for each in snapshot.entries.values())
+        return paused + len(replaced) + (self.population - members if self._may_begin(snapshot) else 0)
 
     def _may_begin(self, snapshot: Snapshot) -> bool:
         members = sum(each.replaces is None for each in snapshot.entries.values())
@@ -82,9 +85,10 @@ class Population(Scheduler):
 
     def _comes_before(self, snapshot: Snapshot, entry: Entry) -> bool:
         """Return whether a worker has something to do before it continues with this member."""
-        if self._may_begin(snapshot) or self._to_replace(snapshot):
+        if self._may_begin(snapshot):
             return True
-        return any(each.state is EntryState.PAUSED and each.until <= entry.until for each in snapshot.entries.values())
+        waits = (EntryState.PAUSED, EntryState.GIVEN_BACK)
+        return any(each.state in waits and each.until <= entry.until for each in snapshot.entries.values())
 
     def _ranked(self, entries: Iterable[Entry], rung: int) -> list[Entry]:
         """Return the trials with a value at the rung, best first; of equal ones, the earlier first."""
@@ -103,5 +107,5 @@ class Population(Scheduler):
     def _source_of(self, snapshot: Snapshot, entry: Entry) -> int | None:
         """Return the trial to copy: the chosen one, or the best there is if that has gone meanwhile."""
         order = self._ranked(snapshot.entries.values(), entry.until)
-        left = [each.number for each in order if each.state not in _GONE]
+        left = [each.number for each in order if each.state in _COPIED]
         return entry.source if entry.source in left else next(iter(left), None)

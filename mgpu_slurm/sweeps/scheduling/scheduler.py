@@ -114,6 +114,8 @@ class Scheduler(ABC):
     """Progress values at which trials are compared, in ascending order."""
     pauses: bool = False
     """Whether trials may pause at a rung."""
+    copies: bool = False
+    """Whether trials may be replaced by copies of others."""
 
     def first_rung(self, number: int) -> int:
         """Return the index of the rung to which a new trial may run, if trials may pause.

@@ -30,7 +30,9 @@ def perturbed(space: Space, params: Values, names: Collection[str], draw: random
         name = parameter.name
         if not parameter.is_active(active):
             continue
-        if name not in params or (name in names and draw.random() < DRAWN_ANEW):
+        # a factor does not change 0
+        is_stuck = name in names and isinstance(parameter, Float) and params.get(name) == 0
+        if name not in params or is_stuck or (name in names and draw.random() < DRAWN_ANEW):
             found[name] = _drawn(parameter, draw)
         else:
             found[name] = _changed(parameter, params[name], draw) if name in names else params[name]

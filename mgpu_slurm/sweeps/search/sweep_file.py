@@ -91,6 +91,11 @@ class Sweep:
             *([f"budget    {words}"] if (words := self.budget.words(self.metric)) else []),
         ]
 
+    @property
+    def most_at_once(self) -> int | None:
+        """How many trials may run at the same time; None without a limit."""
+        return self.pruner.population if self.pruner.name == "pbt" else self.trials
+
     def _too_few(self) -> list[str]:
         """Return a warning if no trial may become complete by its rank."""
         rungs, factor = self.pruner.rungs, self.pruner.reduction_factor

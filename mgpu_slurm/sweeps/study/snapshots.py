@@ -16,6 +16,7 @@ from optuna.trial import FrozenTrial, TrialState
 from mgpu_slurm.run_folder.record_types import from_known
 from mgpu_slurm.sweeps.optuna_adapter import TrialsView
 from mgpu_slurm.sweeps.scheduling import samplers
+from mgpu_slurm.sweeps.scheduling.observations import COPY_OF
 from mgpu_slurm.sweeps.scheduling.scheduler import Entry, EntryState, Scheduler, Snapshot
 from mgpu_slurm.sweeps.search.sweep_options import Pruner
 
@@ -25,8 +26,8 @@ UNTIL = "mgpu:until"
 SOURCE = "mgpu:source"
 """Attribute of a trial that is replaced by a copy of another one: the number of that one."""
 
-COPY_OF = "mgpu:copy_of"
-"""Attribute of a copy: a `CopyOf`."""
+SETTLED = "mgpu:settled"
+"""Attribute of a trial in doubt that has come to its rung on another worker, and paused there."""
 
 ORIGIN = "mgpu:origin"
 """Attribute of a trial copied from an earlier study at the start: the name of that study."""
@@ -48,6 +49,8 @@ class CopyOf:
     source: int
     trial: int
     """The trial that it replaces."""
+    progress: int
+    """The progress of the checkpoint from which it continues; up to it, its values are not its own."""
 
 
 def copy_of(trial: FrozenTrial) -> CopyOf | None:
@@ -66,7 +69,8 @@ def is_paused(trial: FrozenTrial, pruner: Pruner | Scheduler) -> bool:
     if trial.state != TrialState.WAITING or not pruner.pauses or not trial.intermediate_values:
         return False
     doubt = samplers.doubt_of(trial)
-    if doubt is not None and len(trial.intermediate_values) <= doubt.reports:
+    is_open = doubt is not None and len(trial.intermediate_values) <= doubt.reports
+    if is_open and SETTLED not in trial.system_attrs:
         # another worker has to show whether it fails there too
         return False
     until = until_of(trial)
@@ -79,8 +83,8 @@ def entry_of(trial: FrozenTrial, number: int, scheduler: Scheduler) -> Entry:
     Args:
         number: see `Entry.number`.
     """
-    copied, others = trial.number - number, trial.system_attrs
-    values = values_at(scheduler.rungs, trial.intermediate_values)
+    copied, source = trial.number - number, trial.system_attrs.get(SOURCE)
+    values = own_values_at(scheduler.rungs, trial)
     until = until_of(trial) if scheduler.pauses else max(values, default=0)
     values = {rung: value for rung, value in values.items() if rung <= until}
     state = _ENDED.get(trial.state, EntryState.RUNNING)
@@ -92,9 +96,16 @@ def entry_of(trial: FrozenTrial, number: int, scheduler: Scheduler) -> Entry:
         until,
         values,
         state,
-        source=None if SOURCE not in others else others[SOURCE] - copied,
+        source=None if source is None else source - copied,
         replaces=None if replaces is None else replaces.trial - copied,
     )
+
+
+def own_values_at(rungs: Sequence[int], trial: FrozenTrial) -> dict[int, float]:
+    """Return a trial's values by the index of the rung; those of a copy only above the progress at which it began."""
+    began = copy_of(trial)
+    values = values_at(rungs, trial.intermediate_values)
+    return values if began is None else {rung: value for rung, value in values.items() if rungs[rung] > began.progress}
 
 
 def values_at(rungs: Sequence[int], reports: Mapping[int, float]) -> dict[int, float]:

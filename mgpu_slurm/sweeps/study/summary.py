@@ -17,12 +17,12 @@ from mgpu_slurm.run_folder.record_types import SchedulePart, SweepSummary, Trial
 from mgpu_slurm.run_folder.records import now
 from mgpu_slurm.sweeps.optuna_adapter import FIXED_PARAMS
 from mgpu_slurm.sweeps.scheduling.construction import scheduler_of
+from mgpu_slurm.sweeps.scheduling.observations import COPY_OF
 from mgpu_slurm.sweeps.search.parameters import Values
 from mgpu_slurm.sweeps.search.space import Space
 from mgpu_slurm.sweeps.search.sweep_file import Sweep
 from mgpu_slurm.sweeps.study import trial_queue as studies
 from mgpu_slurm.sweeps.study.snapshots import (
-    COPY_OF,
     ORIGIN,
     SECONDS,
     Snapshots,
@@ -170,9 +170,7 @@ def schedule_of(trial: FrozenTrial, trials: Sequence[FrozenTrial], sweep: Sweep)
     last = max(trial.intermediate_values, default=0)
     parts = [SchedulePart(trial=trial.number, until=last, params=parameters(trial, sweep))]
     while (copied := copy_of(trial)) is not None and copied.source in numbered:
-        # the copy began where the replaced trial was compared
-        until = max(numbered[copied.trial].intermediate_values, default=0)
-        trial = numbered[copied.source]
+        trial, until = numbered[copied.source], copied.progress
         parts.insert(0, SchedulePart(trial=trial.number, until=until, params=parameters(trial, sweep)))
     return tuple(parts) if len(parts) > 1 else ()
 

@@ -30,6 +30,7 @@ from mgpu_slurm.sweeps import optuna_adapter
 from mgpu_slurm.sweeps.optuna_adapter import FIXED_PARAMS
 from mgpu_slurm.sweeps.scheduling import samplers
 from mgpu_slurm.sweeps.scheduling.construction import sampler_of, scheduler_of
+from mgpu_slurm.sweeps.scheduling.observations import COPY_OF
 from mgpu_slurm.sweeps.scheduling.rung_tpe import RungTpe
 from mgpu_slurm.sweeps.scheduling.scheduler import Action, Scheduler
 from mgpu_slurm.sweeps.search.parameters import Values, kept
@@ -38,9 +39,9 @@ from mgpu_slurm.sweeps.search.space import Space
 from mgpu_slurm.sweeps.search.sweep_file import Sweep
 from mgpu_slurm.sweeps.study.journal import JournalFile
 from mgpu_slurm.sweeps.study.snapshots import (
-    COPY_OF,
     ORIGIN,
     SECONDS,
+    SETTLED,
     SOURCE,
     UNTIL,
     CopyOf,
@@ -135,7 +136,7 @@ def queue(study: Study, points: list[Values]) -> None:
 
 def queued(study: Study) -> list[Values]:
     """Return all points that were ever queued, in the study's form."""
-    trials = study.get_trials(deepcopy=False)
+    trials = [trial for trial in study.get_trials(deepcopy=False) if COPY_OF not in trial.system_attrs]
     return [trial.system_attrs[FIXED_PARAMS] for trial in trials if FIXED_PARAMS in trial.system_attrs]
 
 
@@ -151,7 +152,7 @@ def take(
     lock: Path,
     snapshots: Snapshots | None = None,
     is_over: bool = False,
-    prepare: Callable[[FrozenTrial, FrozenTrial], None] = lambda replaced, source: None,
+    prepare: Callable[[FrozenTrial, FrozenTrial], int] = lambda replaced, source: 0,
 ) -> Trial | None:
     """Take a trial for this worker; return None if there is none.
 
@@ -159,7 +160,8 @@ def take(
         lock: a file that all workers share.
         snapshots: reads the study for the scheduler; None to read all of it.
         is_over: whether the budget is spent, so that no trial begins any more.
-        prepare: called before a copy is created, with the trial that it replaces and the one that it copies.
+        prepare: called before a copy is created, with the trial that it replaces and the one that it copies; returns
+            the progress from which the copy continues.
     """
     scheduler = scheduler_of(sweep.pruner, sweep.direction)
     snapshots = snapshots or Snapshots(study, scheduler)
@@ -179,8 +181,7 @@ def take(
             assert job.number is not None
             assert job.source is not None
             replaced, source = snapshots.trial(job.number), snapshots.trial(job.source)
-            prepare(replaced, source)
-            return Trial(study, _begin_copy(study, sweep, worker, replaced, source))
+            return Trial(study, _begin_copy(study, sweep, worker, replaced, source, prepare(replaced, source)))
         queued = _take_waiting(study, worker, _was_queued, scheduler)
         number = begun(study)
         known = _point(sweep, number)
@@ -237,14 +238,20 @@ def _begin(study: Study, worker: Worker, scheduler: Scheduler, number: int, know
     return optuna_adapter.create_trial(study, template)
 
 
-def _begin_copy(study: Study, sweep: Sweep, worker: Worker, replaced: FrozenTrial, source: FrozenTrial) -> int:
-    """Create a copy of a trial, with changed values, in the place of another one, and return its id."""
+def _begin_copy(
+    study: Study, sweep: Sweep, worker: Worker, replaced: FrozenTrial, source: FrozenTrial, progress: int
+) -> int:
+    """Create a copy of a trial, with changed values, in the place of another one, and return its id.
+
+    Args:
+        progress: that of the checkpoint from which it continues.
+    """
     assert isinstance(sweep.space, Space)
     draw = random.Random(f"{sweep.sampler.seed} {replaced.number}")
     attributes = {
         worker.claim: worker.attempt,
-        UNTIL: until_of(replaced) + 1,
-        COPY_OF: asdict(CopyOf(source.number, replaced.number)),
+        UNTIL: next(rung for rung, at in enumerate(sweep.pruner.rungs) if at > progress),
+        COPY_OF: asdict(CopyOf(source.number, replaced.number, progress)),
         FIXED_PARAMS: perturbed(sweep.space, source.params, sweep.pruner.perturb, draw),
     }
     template = create_trial(state=TrialState.RUNNING, system_attrs=attributes)
@@ -269,6 +276,9 @@ def _promote(study: Study, worker: Worker, trial: FrozenTrial) -> int:
 
 def grant(study: Study, trial: FrozenTrial) -> None:
     """Let a trial run to the next rung; the caller must hold the lock."""
+    if trial.system_attrs.get(SOURCE) is not None:
+        # a worker died before it could prune this trial
+        optuna_adapter.set_trial_attribute(study, trial, SOURCE, None)
     optuna_adapter.set_trial_attribute(study, trial, UNTIL, until_of(trial) + 1)
 
 
@@ -344,9 +354,16 @@ def give_back(study: Study, trial: FrozenTrial) -> None:
     optuna_adapter.set_trial_state(study, trial, TrialState.WAITING)
 
 
-def note_size(study: Study, trial: FrozenTrial, size: int) -> None:
-    """Note the bytes of a trial's checkpoints."""
+def pause(study: Study, trial: FrozenTrial, size: int) -> None:
+    """Let a running trial wait at its rung.
+
+    Args:
+        size: bytes of its checkpoints.
+    """
     optuna_adapter.set_trial_attribute(study, trial, SIZE, size)
+    if samplers.DOUBT in trial.system_attrs:
+        optuna_adapter.set_trial_attribute(study, trial, SETTLED, True)
+    give_back(study, trial)
 
 
 def doubt(study: Study, trial: FrozenTrial, worker: Worker, reason: str) -> None:

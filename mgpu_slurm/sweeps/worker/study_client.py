@@ -128,9 +128,9 @@ class StudyClient:
             trial = take()
         return trial
 
-    def _set_aside(self, replaced: FrozenTrial, source: FrozenTrial) -> None:
-        of_trial = self._sweep_folder.of_trial
-        copies.set_aside(of_trial(source.number), of_trial(replaced.number))
+    def _set_aside(self, replaced: FrozenTrial, source: FrozenTrial) -> int:
+        of_trial, end = self._sweep_folder.of_trial, self._sweep.pruner.rungs[-1]
+        return copies.set_aside(of_trial(source.number), of_trial(replaced.number), end)
 
     def _begin(self, trial: Trial) -> Assignment | None:
         """Return the assignment of a trial; None if its space function rejected or failed it, which ends it."""

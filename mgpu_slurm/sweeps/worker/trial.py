@@ -12,7 +12,7 @@ from optuna.trial import FrozenTrial, Trial, TrialState
 
 from mgpu_slurm.core import log_lines, retry
 from mgpu_slurm.core.files import locked, read_json, write_json
-from mgpu_slurm.metrics.report_socket import CONTINUE, PAUSE, Verdict
+from mgpu_slurm.metrics.report_socket import CONTINUE, PAUSE, SAVE, Verdict
 from mgpu_slurm.registry import cleanup
 from mgpu_slurm.run_folder import records
 from mgpu_slurm.run_folder.layout import RunFolder
@@ -127,7 +127,10 @@ class WorkerTrial:
         if decision is Decision.PRUNE:
             return Verdict(paused_trials.WORSE)
         self._pauses = decision is Decision.PAUSE
-        return PAUSE if self._pauses else CONTINUE
+        if self._pauses:
+            return PAUSE
+        # others may be copied from its checkpoint
+        return SAVE if scheduler.copies and decision is Decision.CONTINUE else CONTINUE
 
     def _check_is_mine(self) -> None:
         """Raise Superseded if this worker was taken for dead, as on a node that SLURM gave up, and lost its trial."""
@@ -186,8 +189,7 @@ class WorkerTrial:
         size = cleanup.size_of(self.folder.checkpoints)
         with locked(self._sweep_folder.trials_lock):
             self._check_is_mine()
-            studies.note_size(self._study, self.frozen(), size)
-            studies.give_back(self._study, self.frozen())
+            studies.pause(self._study, self.frozen(), size)
             pruned = paused_trials.prune_hopeless(self._shared)
         self._end(f"paused at progress {progress}")
         # other workers need not wait for that

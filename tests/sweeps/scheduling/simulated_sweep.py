@@ -130,7 +130,8 @@ class SimulatedSweep:
             assert job.source is not None
             assert self._sweep is not None
             replaced, source = self._trial(job.number), self._trial(job.source)
-            studies._begin_copy(self.study, self._sweep, worker, replaced, source)
+            progress = max(replaced.intermediate_values)
+            studies._begin_copy(self.study, self._sweep, worker, replaced, source, progress)
             return number
         studies._begin(self.study, worker, self.scheduler, number, {})
         return number
@@ -147,7 +148,7 @@ class SimulatedSweep:
         if not last:
             # a copy continues after the trial that it replaces
             copied = copy_of(self._trial(number))
-            last = 0 if copied is None else max(self._trial(copied.trial).intermediate_values)
+            last = 0 if copied is None else copied.progress
         if last < self.epochs:
             last += 1
             noise = random.Random(f"{self._seed} {number} {last}").random() / last

@@ -51,10 +51,11 @@ class TestDecisions:
     def test_nobody_is_replaced_while_fewer_than_four_have_come(self) -> None:
         assert population().decide(Snapshot(running(members(0.1, 0.9, 0.2), 1)), 1) is Decision.PAUSE
 
-    def test_pruned_trials_are_compared_but_not_copied(self) -> None:
+    def test_trials_that_have_ended_are_compared_but_not_copied(self) -> None:
         known = running(members(0.1, 0.4, 0.2, 0.3), 1)
-        known[0] = replace(known[0], state=EntryState.PRUNED)
-        assert population().decide(Snapshot(known), 1) is Decision.PAUSE
+        for state in (EntryState.PRUNED, EntryState.FAILED, EntryState.COMPLETE):
+            known[0] = replace(known[0], state=state)
+            assert population().decide(Snapshot(known), 1) is Decision.PAUSE
 
     def test_member_continues_in_place_if_no_other_waits(self) -> None:
         known = {number: replace(each, state=EntryState.RUNNING) for number, each in members(0.1, 0.2, 0.3).items()}
@@ -91,6 +92,8 @@ class TestNextJob:
         copied = known | {4: Entry(4, 1, {}, EntryState.RUNNING, replaces=1)}
         assert population().next_job(Snapshot(copied)) == Job(Action.PROMOTE, 0)
         assert (population().promotable(Snapshot(known)), population().promotable(Snapshot(copied))) == (4, 3)
+        # two more members begin
+        assert population(6).promotable(Snapshot(copied)) == 5
 
     def test_best_that_is_left_is_copied_if_the_chosen_one_has_gone(self) -> None:
         known = members(0.1, 0.4, 0.2, 0.3)

@@ -2,22 +2,36 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
 
+from mgpu_slurm.checkpoints import folder as checkpoints
+from mgpu_slurm.checkpoints.rank_record import Content, PassRecord, ProgressRecord, SharedRecord
 from mgpu_slurm.core import files
 from mgpu_slurm.metrics.report_socket import PAUSE, Verdict
 from mgpu_slurm.run_folder.layout import RunFolder
 from mgpu_slurm.sweeps.analysis.best_trial import best
 from mgpu_slurm.sweeps.study import recovery, summary
-from mgpu_slurm.sweeps.study.snapshots import copy_of
+from mgpu_slurm.sweeps.study import trial_queue as studies
+from mgpu_slurm.sweeps.study.snapshots import UNTIL, copy_of
 from mgpu_slurm.sweeps.worker.paused_trials import REPLACED
 from mgpu_slurm.sweeps.worker.study_client import StudyClient
 from tests.sweeps.sweeps import begin, kill, make, states, study_of, sweep_of, worker
-from tests.sweeps.worker.test_pausing import save, saved
+from tests.sweeps.worker.test_pausing import saved
 
 PBT = {"name": "pbt", "population": 4, "interval": 2, "max_resource": 6, "perturb": ["x"]}
+
+
+def save_whole(folder: RunFolder, number: int, *steps: int) -> None:
+    """Write checkpoints of a trial that say at which progress they are."""
+    for step in steps:
+        path = folder.of_trial(number).checkpoint(step)
+        at = PassRecord("", active=False, batch=0, passes=0)
+        progress = ProgressRecord(step=step, progress=step, metrics={}, next_epoch=step + 1, loader=at)
+        shared = SharedRecord(progress, best=None, objects={}, differing=[])
+        checkpoints.write_part(path, 0, 1, Content({}, shared), {})
 
 
 def make_population(base: Path) -> RunFolder:
@@ -28,11 +42,11 @@ def replace_last(folder: RunFolder, part: StudyClient) -> None:
     """Train four members to their first comparison, at which the last one, the worst, is replaced by the first."""
     for score in (0.9, 0.8, 0.7):
         number = begin(part).number
-        save(folder, number, 1, 2)
+        save_whole(folder, number, 1, 2)
         assert part.report(2, {"score": score}) == PAUSE
         part.pause(2)
     number = begin(part).number
-    save(folder, number, 2)
+    save_whole(folder, number, 2)
     verdict = part.report(2, {"score": 0.1})
     assert verdict == Verdict(f"{REPLACED} 0")
     part.prune(str(verdict.prune_reason), 2)
@@ -52,9 +66,8 @@ def test_copy_has_the_checkpoint_of_its_source_and_changed_values(tmp_path: Path
     assert saved(folder, 4) == ["step-000000002"]
     assert files.read_json(folder.of_trial(4).copied) == {"checkpoint": "step-000000002", "source": 0}
     # what the source saves and deletes later is its own
-    path = folder.of_trial(4).checkpoint(2) / "rank-00000.tensors"
-    (folder.of_trial(0).checkpoint(2) / "rank-00000.tensors").unlink()
-    assert path.stat().st_size == 10
+    shutil.rmtree(folder.of_trial(0).checkpoints)
+    assert checkpoints.problem(folder.of_trial(4).checkpoint(2), [0]) is None
     assert not list(folder.copies.iterdir())
     assert summary.summarize(study_of(folder), sweep_of(folder)).known == ()
 
@@ -81,17 +94,51 @@ def test_copy_whose_worker_dies_at_its_beginning_still_has_the_checkpoint(
     assert len(study_of(folder).trials) == 5
 
 
-def test_checkpoint_that_was_set_aside_for_a_copy_that_was_not_created_is_used_for_the_next(tmp_path: Path) -> None:
+def test_checkpoint_of_a_copy_that_was_not_created_is_replaced_by_that_of_the_source_chosen_later(
+    tmp_path: Path,
+) -> None:
     folder = make_population(tmp_path)
     part = worker(folder, 0)
     replace_last(folder, part)
-    set_aside = part._set_aside
     trials = study_of(folder).trials
-    set_aside(trials[3], trials[0])
-    # the source has moved on meanwhile
-    save(folder, 0, 4)
+    assert part._set_aside(trials[3], trials[1]) == 2
+    (folder.of_trial(1).checkpoint(2) / "mark").touch()
     assert begin(part).number == 4
-    assert saved(folder, 4) == ["step-000000002"]
+    assert not (folder.of_trial(4).checkpoint(2) / "mark").exists()
+    assert files.read_json(folder.of_trial(4).copied) == {"checkpoint": "step-000000002", "source": 0}
+
+
+@pytest.mark.parametrize(
+    ("steps", "began", "until", "reached"),
+    [((2,), 2, 1, {1}), ((2, 4), 4, 2, set()), ((), 0, 0, {0}), ((6,), 0, 0, {0})],
+)
+def test_copy_runs_to_the_rung_after_its_checkpoint(
+    tmp_path: Path, steps: tuple[int, ...], began: int, until: int, reached: set[int]
+) -> None:
+    """If the source has none before its end, the copy begins at the start."""
+    folder = make_population(tmp_path)
+    part = worker(folder, 0)
+    replace_last(folder, part)
+    shutil.rmtree(folder.of_trial(0).checkpoints)
+    save_whole(folder, 0, *steps)
+    assert begin(part).number == 4
+    copied = study_of(folder).trials[4]
+    found = copy_of(copied)
+    assert found is not None
+    assert (found.progress, copied.system_attrs[UNTIL]) == (began, until)
+    assert len(saved(folder, 4)) == bool(began)
+    # its first report counts above its checkpoint only
+    part.report(5, {"score": 0.5})
+    entry = part._shared.snapshot().entries[4]
+    assert set(entry.values) == reached
+
+
+def test_repeated_call_of_the_sweep_accepts_copies(tmp_path: Path) -> None:
+    folder = make_population(tmp_path)
+    part = worker(folder, 0)
+    replace_last(folder, part)
+    begin(part)
+    assert studies.queued(study_of(folder)) == []
 
 
 def test_best_shows_the_schedule_of_values(tmp_path: Path) -> None:
