@@ -49,12 +49,9 @@ class Population(Scheduler):
             return Decision.COMPLETE
         if snapshot.is_over:
             return Decision.PAUSE
-        order = self._ranked(snapshot.entries.values(), entry.until)
-        quarter = len(order) // QUARTERS
-        if entry in order[len(order) - quarter :]:
-            sources = [each for each in order[:quarter] if each.state in _COPIED]
-            if sources:
-                return Clone(sources[number % len(sources)].number)
+        source = self._replacement(snapshot, entry)
+        if source is not None:
+            return Clone(source)
         return Decision.PAUSE if self._comes_before(snapshot, entry) else Decision.CONTINUE
 
     def next_job(self, snapshot: Snapshot) -> Job | None:
@@ -69,7 +66,10 @@ class Population(Scheduler):
         paused = [each for each in snapshot.entries.values() if each.state is EntryState.PAUSED]
         if not paused:
             return None
-        return Job(Action.PROMOTE, min(paused, key=lambda each: (each.until, each.number)).number)
+        entry = min(paused, key=lambda each: (each.until, each.number))
+        # more have come to its rung since it was judged
+        source = self._replacement(snapshot, entry)
+        return Job(Action.PROMOTE if source is None else Action.CLONE, entry.number, source)
 
     def promotable(self, snapshot: Snapshot) -> int:
         if snapshot.is_over:
@@ -78,6 +78,15 @@ class Population(Scheduler):
         replaced = [each for each in self._to_replace(snapshot) if self._source_of(snapshot, each) is not None]
         members = sum(each.replaces is None for each in snapshot.entries.values())
         return paused + len(replaced) + (self.population - members if self._may_begin(snapshot) else 0)
+
+    def _replacement(self, snapshot: Snapshot, entry: Entry) -> int | None:
+        """Return the trial to copy in the place of one that is in the worst quarter of its rung; else None."""
+        order = self._ranked(snapshot.entries.values(), entry.until)
+        quarter = len(order) // QUARTERS
+        if entry not in order[len(order) - quarter :]:
+            return None
+        sources = [each.number for each in order[:quarter] if each.state in _COPIED]
+        return sources[entry.number % len(sources)] if sources else None
 
     def _may_begin(self, snapshot: Snapshot) -> bool:
         members = sum(each.replaces is None for each in snapshot.entries.values())

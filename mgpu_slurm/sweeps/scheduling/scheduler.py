@@ -99,7 +99,7 @@ class Job:
 
     action: Action
     number: int | None = None
-    """The trial to promote, or to replace by a copy."""
+    """The trial to promote, or to replace by a copy: one that was pruned for that, or is paused."""
     source: int | None = None
     """The trial to copy."""
 

@@ -62,6 +62,12 @@ def prune_hopeless(shared: WorkerStudy) -> list[RunFolder]:
     return pruned + [_prune(shared, shared.snapshots.trial(number), NO_ROOM) for number in too_large]
 
 
+def replace_by_copy(shared: WorkerStudy, trial: FrozenTrial, source: int) -> None:
+    """Prune a paused trial, to be replaced by a copy of another one; the caller must hold the lock."""
+    studies.replace_by_copy(shared.study, trial, source)
+    clear(_prune(shared, trial, f"{REPLACED} {source}"), shared.sweep)
+
+
 def clear(trial: RunFolder, sweep: Sweep) -> None:
     """Delete the checkpoints of a trial that was pruned while it was paused, and show that it has ended."""
     with hparams.may_fail():

@@ -31,7 +31,7 @@ from mgpu_slurm.sweeps.search.sweep_file import Sweep
 from mgpu_slurm.sweeps.study import recovery
 from mgpu_slurm.sweeps.study import trial_queue as studies
 from mgpu_slurm.sweeps.study.recovery import Death
-from mgpu_slurm.sweeps.worker import copies, sweep_end
+from mgpu_slurm.sweeps.worker import copies, paused_trials, sweep_end
 from mgpu_slurm.sweeps.worker.messages import Assignment, Leave
 from mgpu_slurm.sweeps.worker.sweep_end import SweepEnd
 from mgpu_slurm.sweeps.worker.trial import WorkerTrial
@@ -130,7 +130,10 @@ class StudyClient:
 
     def _set_aside(self, replaced: FrozenTrial, source: FrozenTrial) -> int:
         of_trial, end = self._sweep_folder.of_trial, self._sweep.pruner.rungs[-1]
-        return copies.set_aside(of_trial(source.number), of_trial(replaced.number), end)
+        progress = copies.set_aside(of_trial(source.number), of_trial(replaced.number), end)
+        if replaced.state == TrialState.WAITING:
+            paused_trials.replace_by_copy(self._shared, replaced, source.number)
+        return progress
 
     def _begin(self, trial: Trial) -> Assignment | None:
         """Return the assignment of a trial; None if its space function rejected or failed it, which ends it."""

@@ -130,6 +130,9 @@ class SimulatedSweep:
             assert job.source is not None
             assert self._sweep is not None
             replaced, source = self._trial(job.number), self._trial(job.source)
+            if replaced.state == TrialState.WAITING:
+                studies.replace_by_copy(self.study, replaced, source.number)
+                optuna_adapter.set_trial_state(self.study, replaced, TrialState.PRUNED)
             progress = max(replaced.intermediate_values)
             studies._begin_copy(self.study, self._sweep, worker, replaced, source, progress)
             return number

@@ -85,6 +85,13 @@ class TestNextJob:
         known[3] = Entry(3, 1, {0: 0.4, 1: 0.4}, EntryState.PAUSED)
         assert population().next_job(Snapshot(known)) == Job(Action.PROMOTE, 0)
 
+    def test_paused_member_is_judged_again_before_it_continues(self) -> None:
+        """It was compared with those that had come before it."""
+        known = members(0.9, 0.1, 0.2, 0.3)
+        assert population().next_job(Snapshot(known)) == Job(Action.CLONE, 0, 1)
+        known[1] = replace(known[1], state=EntryState.COMPLETE)
+        assert population().next_job(Snapshot(known)) == Job(Action.PROMOTE, 0)
+
     def test_replaced_trial_gets_one_copy_before_anything_else(self) -> None:
         known = members(0.1, 0.4, 0.2, 0.3)
         known[1] = replace(known[1], state=EntryState.PRUNED, source=0)
