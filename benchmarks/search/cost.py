@@ -39,6 +39,7 @@ SPACE: Space = space_parser.parse(
 
 
 def rows() -> list[Row]:
+    optuna_adapter.silence()
     scheduler, snapshot, running = _snapshot()
     calls = {
         "decide": partial(_timed, lambda: scheduler.decide(snapshot, running)),
