@@ -390,6 +390,37 @@ class TestEndedSweep:
         assert command.startswith(f"cd {project.folder} && ")
         assert "target    job.py:train" in call(f"{command} --executor local --dry-run")
 
+    def test_trials_are_listed_as_text_json_and_csv(self, project: Project) -> None:
+        listed = project.json("trials", "study")
+        assert [row["number"] for row in listed] == list(range(len(trials_of(project.runs / "study"))))
+        assert [row["value"] for row in listed] == [trial.value for trial in trials_of(project.runs / "study")]
+        assert {row["state"] for row in listed} == {"COMPLETE"}
+        assert list(listed[0]) == ["number", "state", "value", "params", "rungs", "seconds", "worker", "reason"]
+        (top,) = project.json("best", "study", "--top", "1")
+        assert top["value"] == max(row["value"] for row in listed)
+        written = project.call("trials", "study", "-o", "trials.csv")
+        assert written.stdout == f"written   trials.csv: {len(listed)} trials\n"
+        assert (
+            (project.folder / "trials.csv").read_text().startswith("number,state,value,seconds,worker,reason,params.x")
+        )
+        assert project.call("trials", "study").stdout.startswith("TRIAL    STATE     score")
+
+    @pytest.mark.parametrize(
+        ("words", "said"),
+        [
+            (("trials", "study", "--csv", "--json"), "--csv and --json: choose one of them"),
+            (("best", "study", "--top", "2", "--yaml"), "--top: --yaml prints the config of one trial"),
+            (("importance", "study"), "more are needed for the importance of parameters"),
+            (("trials", "nothing"), "there is no run 'nothing'"),
+        ],
+    )
+    def test_what_cannot_be_listed_is_said_in_one_line(
+        self, project: Project, words: tuple[str, ...], said: str
+    ) -> None:
+        done = project.call(*words)
+        assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+        assert said in done.stderr
+
     def test_optuna_reads_the_same_trials_from_the_journal(self, project: Project) -> None:
         folder = project.runs / "study"
         values = {trial.number: (trial.params["x"], trial.value) for trial in trials_of(folder)}

@@ -269,7 +269,7 @@ def rungs(most: int, factor: int) -> tuple[int, ...]:
 
 @pytest.mark.parametrize("seed", range(12))
 def test_worker_may_die_at_any_write(seed: int) -> None:
-    """A worker dies before a write of the study, at each of them in turn; the others go on with its trial."""
+    """A worker dies before a write of the study, at each of them in turn; the others continue its trial."""
     given = {"seed": seed, "trials": 3 + seed % 9, "workers": 1 + seed % 4}
     scheduler = promotion(rungs=rungs(9 if seed % 3 else 27, 2 + seed % 2), factor=2 + seed % 2, hedge=True)
     whole = SimulatedSweep(scheduler, **given)
