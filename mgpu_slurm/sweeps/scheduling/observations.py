@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import bisect
 import copy
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from optuna.trial import FrozenTrial, TrialState
+
+from mgpu_slurm.sweeps.scheduling.rungs import values_at
 
 COPY_OF = "mgpu:copy_of"
 """Attribute of a trial that is a copy of another one: its values are not those of its parameters alone."""
@@ -72,14 +73,10 @@ class Observations:
         # storages replace a trial that changes
         if known is None or known.trial is not trial:
             final = trial.value if trial.state == TrialState.COMPLETE else None
-            known = self._facts[trial.number] = _Facts(trial, self._values(trial), final)
+            # a trial has come to all levels below the highest one
+            values = tuple(values_at(self._levels, trial.intermediate_values).values())
+            known = self._facts[trial.number] = _Facts(trial, values, final)
         return known
-
-    def _values(self, trial: FrozenTrial) -> tuple[float, ...]:
-        reports = trial.intermediate_values
-        steps = sorted(reports) if self._levels else []
-        reached = bisect.bisect_right(self._levels, steps[-1]) if steps else 0
-        return tuple(reports[steps[bisect.bisect_left(steps, level)]] for level in self._levels[:reached])
 
     def _highest_level(self, facts: Sequence[_Facts], worst: Collection[int]) -> int | None:
         """Return the index of the level; one more than the last for final values alone, if no level has enough."""

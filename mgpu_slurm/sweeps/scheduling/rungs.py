@@ -5,7 +5,8 @@ Floating-point logarithms are wrong for some ranges: Optuna 5.0.0 finds 5 bracke
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import bisect
+from collections.abc import Mapping, Sequence
 from functools import cache
 
 
@@ -15,6 +16,18 @@ def rungs_of(min_resource: int, max_resource: int, factor: int) -> tuple[int, ..
     while found[-1] * factor < max_resource:
         found.append(found[-1] * factor)
     return (*found, max_resource) if found[-1] < max_resource else tuple(found)
+
+
+def values_at(rungs: Sequence[int], reports: Mapping[int, float]) -> dict[int, float]:
+    """Return values by the index of the rung: the first that was reported at the rung or later.
+
+    Args:
+        rungs: progress values, ascending.
+        reports: values by progress.
+    """
+    steps = sorted(reports) if rungs else []
+    places = [bisect.bisect_left(steps, rung) for rung in rungs]
+    return {rung: reports[steps[place]] for rung, place in enumerate(places) if place < len(steps)}
 
 
 def bracket_sizes(min_resource: int, max_resource: int, factor: int) -> tuple[int, ...]:

@@ -6,8 +6,7 @@ part the two. What is stored is `UNTIL`, which only grows: no trial is promoted 
 
 from __future__ import annotations
 
-import bisect
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from optuna.study import Study
@@ -17,6 +16,7 @@ from mgpu_slurm.run_folder.record_types import from_known
 from mgpu_slurm.sweeps.optuna_adapter import TrialsView
 from mgpu_slurm.sweeps.scheduling import samplers
 from mgpu_slurm.sweeps.scheduling.observations import COPY_OF
+from mgpu_slurm.sweeps.scheduling.rungs import values_at
 from mgpu_slurm.sweeps.scheduling.scheduler import Entry, EntryState, Scheduler, Snapshot
 from mgpu_slurm.sweeps.search.sweep_options import Pruner
 
@@ -106,13 +106,6 @@ def own_values_at(rungs: Sequence[int], trial: FrozenTrial) -> dict[int, float]:
     began = copy_of(trial)
     values = values_at(rungs, trial.intermediate_values)
     return values if began is None else {rung: value for rung, value in values.items() if rungs[rung] > began.progress}
-
-
-def values_at(rungs: Sequence[int], reports: Mapping[int, float]) -> dict[int, float]:
-    """Return values by the index of the rung: the first that was reported at the rung or later."""
-    steps = sorted(reports) if rungs else []
-    places = [bisect.bisect_left(steps, rung) for rung in rungs]
-    return {rung: reports[steps[place]] for rung, place in enumerate(places) if place < len(steps)}
 
 
 class Snapshots:

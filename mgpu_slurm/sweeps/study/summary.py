@@ -18,6 +18,7 @@ from mgpu_slurm.run_folder.records import now
 from mgpu_slurm.sweeps.optuna_adapter import FIXED_PARAMS
 from mgpu_slurm.sweeps.scheduling.construction import scheduler_of
 from mgpu_slurm.sweeps.scheduling.observations import COPY_OF
+from mgpu_slurm.sweeps.scheduling.rungs import values_at
 from mgpu_slurm.sweeps.search.parameters import Values
 from mgpu_slurm.sweeps.search.space import Space
 from mgpu_slurm.sweeps.search.sweep_file import Sweep
@@ -29,7 +30,6 @@ from mgpu_slurm.sweeps.study.snapshots import (
     copy_of,
     is_paused,
     until_of,
-    values_at,
 )
 
 RECENT = 50
