@@ -87,10 +87,12 @@ def test_accuracy(run: Run, model: nn.Module, test_set: TensorDataset) -> float:
 
 
 def train(run: Run, config: Config) -> dict[str, float]:
-    """Trains the network and returns its accuracy on the test images."""
+    """Trains the network; returns its accuracy on the test images, and its number of parameters."""
     run.seed(config.seed)
     train_set, test_set = load_digits()
-    model = run.wrap(Net(config.width, config.dropout), blocks=(nn.Conv2d, nn.Linear))
+    net = Net(config.width, config.dropout)
+    parameters = sum(each.numel() for each in net.parameters())
+    model = run.wrap(net, blocks=(nn.Conv2d, nn.Linear))
     optimizer = make_optimizer(config, list(model.parameters()))
     data = run.loader(train_set, batch_size=config.batch_size, shuffle=True)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=config.epochs * len(data))
@@ -108,4 +110,4 @@ def train(run: Run, config: Config) -> dict[str, float]:
             mean_loss.add(loss)
         run.report(epoch, accuracy=test_accuracy(run, model, test_set), loss=mean_loss.mean())
 
-    return {"accuracy": test_accuracy(run, model, test_set)}
+    return {"accuracy": test_accuracy(run, model, test_set), "parameters": parameters}

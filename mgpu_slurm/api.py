@@ -229,9 +229,17 @@ class Study(Group):
 
     @property
     def best(self) -> dict[str, Any] | None:
-        """The best trial so far, with `number`, `value`, `params` and more; None until a trial completes."""
+        """The best trial so far, with `number`, `value`, `params` and more; None until a trial completes.
+
+        With several metrics, that with the best value of the first one; see `front`.
+        """
         best = sweep_state.summary_of(self.files).best
         return None if best is None else best.to_json()
+
+    @property
+    def front(self) -> list[dict[str, Any]]:
+        """With several metrics, the complete trials than which none is better in all of them, as `best` has them."""
+        return [trial.to_json() for trial in sweep_state.summary_of(self.files).front]
 
 
 Target: TypeAlias = str | Callable[..., Any] | Sequence[str] | None

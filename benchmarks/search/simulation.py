@@ -169,7 +169,7 @@ class Sweep:
         optuna_adapter.report(self._study, trial, epoch, value)
         decision = self._decide(number, epoch)
         if epoch == RESOURCE:
-            optuna_adapter.end_trial(self._study, trial, TrialState.COMPLETE, value)
+            optuna_adapter.end_trial(self._study, trial, TrialState.COMPLETE, [value])
         elif decision is Decision.CONTINUE:
             self._run(now, number)
             return

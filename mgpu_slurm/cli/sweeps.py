@@ -71,9 +71,13 @@ def sweep(
 @click.argument("name", metavar="STUDY")
 @click.option("--yaml", "as_yaml", is_flag=True, help="Print its full config as YAML for `submit --config`.")
 @click.option("--top", type=click.IntRange(min=1), metavar="K", help="List the best K complete trials.")
+@click.option("--trial", type=click.IntRange(min=0), metavar="N", help="Show trial N instead.")
 @json_flag
-def best(name: str, as_yaml: bool, top: int | None, as_json: bool) -> None:
-    """Show the best trial of a sweep, and how to train it again."""
+def best(name: str, as_yaml: bool, top: int | None, trial: int | None, as_json: bool) -> None:
+    """Show the best trial of a sweep, and how to train it again.
+
+    With several metrics, list the trials than which none is better in all of them: the Pareto front.
+    """
     from dataclasses import asdict
 
     from mgpu_slurm.registry import lookup
@@ -81,11 +85,21 @@ def best(name: str, as_yaml: bool, top: int | None, as_json: bool) -> None:
     from mgpu_slurm.sweeps.analysis import best_trial
 
     if top is not None:
-        if as_yaml:
-            raise UserError("--top: --yaml prints the config of one trial: remove one of them")
+        if as_yaml or trial is not None:
+            raise UserError(f"--top: {'--yaml' if as_yaml else '--trial'} is about one trial: remove one of them")
         _list_trials(name, top, as_json=as_json)
         return
-    found = best_trial.best(lookup.find(name))
+    folder = lookup.find(name)
+    front = None if trial is not None else best_trial.front(folder)
+    if front is not None:
+        if as_yaml:
+            raise UserError(f"--yaml: study {name} has {len(front.trials)} best trials: add --trial N")
+        if as_json:
+            print_json(front.to_json())
+        else:
+            print_lines(front.lines())
+        return
+    found = best_trial.best(folder, trial)
     if as_json:
         print_json(asdict(found) | {"schedule": [part.to_json() for part in found.schedule]})
     elif as_yaml:
@@ -117,9 +131,7 @@ def _list_trials(
     from mgpu_slurm.sweeps.study import warm_start
 
     folder, sweep, study = warm_start.find(name)
-    found = trial_table.rows(study, sweep, folder)
-    if top is not None:
-        found = trial_table.best_first(found, sweep)[:top]
+    found = trial_table.rows(study, sweep, folder, top)
     if as_csv or (output is not None and output.suffix == ".csv" and not as_json):
         text = trial_table.as_csv(found)
     elif as_json or output is not None:

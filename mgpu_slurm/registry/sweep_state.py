@@ -9,7 +9,8 @@ from mgpu_slurm.core import files
 from mgpu_slurm.core.formatting import counted
 from mgpu_slurm.run_folder import states
 from mgpu_slurm.run_folder.layout import RunFolder
-from mgpu_slurm.run_folder.record_types import RunState, SweepSummary, TrialSummary
+from mgpu_slurm.run_folder.record_types import RunState
+from mgpu_slurm.run_folder.sweep_records import SweepSummary, TrialSummary
 
 
 def summary_of(folder: RunFolder, workers: Sequence[RunState] | None = None) -> SweepSummary:
@@ -83,6 +84,7 @@ class SweepState(RunState):
     trials: Mapping[str, int] = field(default_factory=dict)
     """The number of trials in each of Optuna's states."""
     best: TrialSummary | None = None
+    front: tuple[TrialSummary, ...] = ()
     workers: Sequence[RunState] = ()
 
 
@@ -100,13 +102,14 @@ def state_of(folder: RunFolder, workers: Sequence[RunState]) -> SweepState:
         nodes=workers[0].nodes,
         ranks=workers[0].ranks,
         progress=summary.ended,
-        metrics={} if best is None or best.value is None else {summary.metric: best.value},
+        metrics={} if best is None or best.value is None else best.values or {summary.metric: best.value},
         submitted=workers[0].submitted,
         started=min((worker.started for worker in workers if worker.started), default=None),
         ended=None if states.is_alive(state) else max(ends, default=None),
         reason=reason(workers, summary, state),
         trials=summary.trials,
         best=best,
+        front=summary.front,
         workers=workers,
     )
 

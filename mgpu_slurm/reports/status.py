@@ -73,6 +73,7 @@ def facts(state: RunState) -> dict[str, Any]:
         found |= {
             "trials": state.trials,
             "best": state.best and state.best.to_json(),
+            "front": [trial.to_json() for trial in state.front],
             "workers": list(map(facts, state.workers)),
         }
     return found

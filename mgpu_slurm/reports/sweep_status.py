@@ -11,17 +11,11 @@ from mgpu_slurm.registry.sweep_state import overall, reason, summary_of
 from mgpu_slurm.request.spec import read_spec
 from mgpu_slurm.run_folder import records, states
 from mgpu_slurm.run_folder.layout import RunFolder
-from mgpu_slurm.run_folder.record_types import RunState, SweepSummary, TrialSummary
+from mgpu_slurm.run_folder.record_types import RunState
+from mgpu_slurm.run_folder.sweep_records import TRIAL_WORDS, SweepSummary, TrialSummary
 
-WORDS = {
-    "COMPLETE": "complete",
-    "PRUNED": "pruned",
-    "FAIL": "failed",
-    "PAUSED": "paused",
-    "RUNNING": "running",
-    "WAITING": "waiting",
-}
-"""Words for the states of a trial, in the order in which they are shown."""
+MOST_OF_FRONT = 6
+"""Number of trials on the Pareto front that are shown."""
 
 
 def lines(folder: RunFolder, workers: Sequence[RunState], room: int | None = None) -> list[str]:
@@ -35,7 +29,7 @@ def lines(folder: RunFolder, workers: Sequence[RunState], room: int | None = Non
     told = [
         f"study     {folder.run}  {state}{_why(folder.run, workers, summary, state)}",
         f"trials    {_trials(summary)}",
-        f"best      {_trial(summary, summary.best or summary.furthest)}",
+        *_best(folder, summary),
         *(f"{'' if place else 'known':<9} {_trial(summary, trial)}" for place, trial in enumerate(summary.known)),
         *last_failure(folder, summary),
         f"spent     {_spent(folder, len(workers), summary)}",
@@ -63,7 +57,8 @@ def _why(study: str, workers: Sequence[RunState], summary: SweepSummary, state: 
 
 def _trials(summary: SweepSummary) -> str:
     counts = summary.trials
-    words = WORDS | {"PAUSED": f"paused ({', '.join(f'{count} at {at}' for at, count in summary.paused.items())})"}
+    paused = ", ".join(f"{count} at {at}" for at, count in summary.paused.items())
+    words = TRIAL_WORDS | {"PAUSED": f"paused ({paused})"}
     told = ", ".join(f"{counts[state]} {told}" for state, told in words.items() if counts[state])
     return f"{sum(counts.values())}: {told}" if told else "none yet"
 
@@ -77,14 +72,32 @@ def last_failure(folder: RunFolder, summary: SweepSummary) -> list[str]:
     ]
 
 
-def _trial(summary: SweepSummary, trial: TrialSummary | None) -> str:
-    if trial is None:
-        return "none yet"
-    how = "" if trial.state == "COMPLETE" else f", {WORDS[trial.state]}"
+def _best(folder: RunFolder, summary: SweepSummary) -> list[str]:
+    """Return lines on the best trial, or on the Pareto front."""
+    if summary.front:
+        shown = [_trial(summary, trial) for trial in summary.front[:MOST_OF_FRONT]]
+        if left := len(summary.front) - len(shown):
+            shown.append(f"and {left} more: {program()} best {folder.run}")
+        return [f"{'' if place else 'front':<9} {line}" for place, line in enumerate(shown)]
+    found = summary.best or summary.furthest
+    if found is None:
+        return [f"best      none {'violates no constraint' if summary.trials['COMPLETE'] else 'yet'}"]
+    return [f"best      {_trial(summary, found)}"]
+
+
+def _trial(summary: SweepSummary, trial: TrialSummary) -> str:
+    how = "" if trial.state == "COMPLETE" else f", {TRIAL_WORDS[trial.state]}"
     if trial.state == "PAUSED":
         how += f" at progress {trial.progress}"
-    value = "NaN" if trial.value is None else f"{trial.value:.6g}"
-    return f"{summary.metric} {value}  (trial {trial.number}{how})  {parameters(trial.params)}"
+    if trial.infeasible:
+        how += ", infeasible"
+    values = _values(summary, trial) or f"{summary.metric} NaN"
+    return f"{values}  (trial {trial.number}{how})  {parameters(trial.params)}"
+
+
+def _values(summary: SweepSummary, trial: TrialSummary) -> str:
+    values = trial.values or ({} if trial.value is None else {summary.metric: trial.value})
+    return "  ".join(f"{name} {value:.6g}" for name, value in values.items())
 
 
 def parameters(values: Mapping[str, object]) -> str:
@@ -160,13 +173,16 @@ def _by_life(worker: RunState) -> tuple[bool, bool]:
 
 def trial_line(trial: TrialSummary, summary: SweepSummary) -> str:
     """Return a line on the outcome of a trial."""
-    words = WORDS[trial.state]
-    value = f"  {summary.metric} {trial.value:.6g}" if trial.value is not None else ""
+    words = TRIAL_WORDS[trial.state]
+    values = _values(summary, trial)
     at = f" at {trial.progress}" if trial.state == "PRUNED" and trial.progress is not None else ""
     seconds = f"  ({duration(trial.seconds)})" if trial.seconds is not None else ""
     why = f": {trial.reason}" if trial.reason else ""
     is_best = summary.best is not None and summary.best.number == trial.number
     mark = "  best so far" if is_best else ""
+    if summary.metrics:
+        mark = "  on the front" if any(trial.number == each.number for each in summary.front) else ""
+    value = f"  {values}" if values else ""
     return f"-- trial {trial.number:>3}  {words}{at}{why}{value}  {parameters(trial.params)}{seconds}{mark}"
 
 

@@ -1,5 +1,4 @@
-"""The contents of files as typed records: `state.json`, the lines of `attempts.jsonl`, `failure.json`, `memory.json`,
-`summary.json`.
+"""The contents of files as typed records: `state.json`, the lines of `attempts.jsonl`, `failure.json`, `memory.json`.
 
 A record keeps values under names that this version does not know, so that a newer version's are still there when an
 older one has written the file again.
@@ -66,7 +65,7 @@ class Record:
         return {**known, **self.others}
 
 
-def _optional(default: Any = None) -> Any:
+def optional(default: Any = None) -> Any:
     """Return a field that is left out of the JSON object if it has its default."""
     return field(default=default, metadata={"optional": True})
 
@@ -102,19 +101,19 @@ class RunState(Record):
     """The cluster whose SLURM has the job, if known."""
     tasks: int | None = None
     """The number of runs in a group; None for a single run."""
-    supervisor: Sequence[int] | None = _optional()
+    supervisor: Sequence[int] | None = optional()
     """The supervisor's process id, and its start time in clock ticks; only of a run without a queue."""
-    host: str | None = _optional()
+    host: str | None = optional()
     """The supervisor's machine."""
-    trial: int | None = _optional()
+    trial: int | None = optional()
     """The trial that a worker runs."""
-    curves: Mapping[str, float] | None = _optional()
+    curves: Mapping[str, float] | None = optional()
     """What was measured without the job's code, at the last report: see `training.speed.curves`."""
-    leaving: int | None = _optional()
+    leaving: int | None = optional()
     """The attempt in which a worker has found nothing left to do."""
-    gpu: str | None = _optional()
+    gpu: str | None = optional()
     """The kind of rank 0's GPU."""
-    gpu_memory: int | None = _optional()
+    gpu_memory: int | None = optional()
     """Bytes of that GPU's memory."""
 
     def updated(self, change: StateChange) -> RunState:
@@ -188,141 +187,31 @@ class Event(Record):
 class Failure(Record):
     """Why an attempt failed: the record of one rank, or the first cause of all."""
 
-    attempt: int = _optional(0)
-    who: str = _optional("")
+    attempt: int = optional(0)
+    who: str = optional("")
     """The process that ended first: `rank 3`, or what else failed."""
-    exit_code: int = _optional(0)
-    rank: int | None = _optional()
+    exit_code: int = optional(0)
+    rank: int | None = optional()
     """The rank that recorded an error; None if none did."""
-    node: str | None = _optional()
-    time: str | None = _optional()
+    node: str | None = optional()
+    time: str | None = optional()
     """ISO 8601 with the time zone."""
-    error: str | None = _optional()
+    error: str | None = optional()
     """The name of the exception's type."""
     message: str = ""
-    traceback: str | None = _optional()
+    traceback: str | None = optional()
     consequence: bool = False
     """Whether the rank failed because another one had."""
-    is_silent: bool = _optional(False)
+    is_silent: bool = optional(False)
     """Whether the rank left no record, and others waited for it."""
-    doing: str = _optional("")
+    doing: str = optional("")
     """What a stuck rank did."""
-    collectives: int = _optional(0)
+    collectives: int = optional(0)
     """How many collectives a stuck rank had made."""
-    oom_kills: int = _optional(0)
+    oom_kills: int = optional(0)
     """How many processes the kernel had killed for memory on the node."""
-    trial: int | None = _optional()
+    trial: int | None = optional()
     """The sweep's trial in which it failed."""
-
-
-S = TypeVar("S", bound="SweepSummary")
-T = TypeVar("T", bound="TrialSummary")
-
-TRIAL_STATES = ("COMPLETE", "PRUNED", "FAIL", "RUNNING", "WAITING", "PAUSED")
-"""Optuna's states of a trial, and that of one which waits at a rung, for which Optuna's is WAITING too."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class SchedulePart(Record):
-    """The values by which a trial of population based training was trained for a while."""
-
-    trial: int
-    """The trial that was trained then, of which a later one is a copy."""
-    until: int
-    """The progress at which these values ended."""
-    params: dict[str, object] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrialSummary(Record):
-    """One trial."""
-
-    number: int
-    state: str
-    """One of `TRIAL_STATES`."""
-    value: float | None = None
-    """The value of the metric, or the last one reported; None without any, or if it is NaN or infinite."""
-    progress: int | None = None
-    """The progress of the last report."""
-    params: dict[str, object] = field(default_factory=dict)
-    """The parameters by name, as passed to the job."""
-    seconds: float | None = None
-    """How long workers have had it; None until it has ended."""
-    reason: str = ""
-    """Why it failed or was pruned."""
-    schedule: tuple[SchedulePart, ...] = _optional(())
-    """Of the best trial, if it is a copy: the values by which it was trained, in their order."""
-
-    def to_json(self) -> dict[str, Any]:
-        nested = {"schedule": [each.to_json() for each in self.schedule]} if self.schedule else {}
-        return super().to_json() | nested
-
-    @classmethod
-    def from_json(cls: type[T], values: Mapping[str, Any]) -> T:
-        parts = tuple(map(SchedulePart.from_json, values.get("schedule") or ()))
-        return replace(super().from_json(values), schedule=parts)
-
-
-@dataclass(frozen=True, kw_only=True)
-class SweepOver(Record):
-    """Why no more trials start."""
-
-    reason: str = ""
-    failed: bool = False
-    """Whether the sweep has failed; if not, its budget is spent."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class SweepSummary(Record):
-    """The fields of `summary.json`; by default, those of a sweep that has not begun."""
-
-    study: str = ""
-    metric: str = ""
-    direction: str = ""
-    trials: dict[str, int] = field(default_factory=lambda: dict.fromkeys(TRIAL_STATES, 0))
-    """The number of trials by state; those that have not begun are waiting."""
-    best: TrialSummary | None = None
-    known: tuple[TrialSummary, ...] = ()
-    """Trials with the points that the sweep file enqueues."""
-    given_back: int = 0
-    """Number of trials that were begun and wait to be resumed."""
-    paused: dict[str, int] = field(default_factory=dict)
-    """Number of paused trials by the progress of their rung."""
-    promotable: int = 0
-    """Number of paused trials that would be promoted if more workers came."""
-    furthest: TrialSummary | None = None
-    """While no trial is complete: the best of the paused trials that have come furthest."""
-    over: SweepOver | None = None
-    seconds: dict[str, tuple[int, float]] = field(default_factory=dict)
-    """For `complete` and `pruned` trials: their number, and how long workers have had all of them together."""
-    recent: tuple[TrialSummary, ...] = ()
-    """The trials that ended last, in that order."""
-    updated: str = ""
-
-    def to_json(self) -> dict[str, Any]:
-        one = {"best": self.best, "furthest": self.furthest, "over": self.over}
-        nested = {name: each and each.to_json() for name, each in one.items()}
-        lists = {"known": self.known, "recent": self.recent}
-        return super().to_json() | nested | {name: [each.to_json() for each in lists[name]] for name in lists}
-
-    @classmethod
-    def from_json(cls: type[S], values: Mapping[str, Any]) -> S:
-        found = super().from_json(values)
-        return replace(
-            found,
-            best=values.get("best") and TrialSummary.from_json(values["best"]),
-            furthest=values.get("furthest") and TrialSummary.from_json(values["furthest"]),
-            trials=dict.fromkeys(TRIAL_STATES, 0) | found.trials,
-            known=tuple(map(TrialSummary.from_json, values.get("known") or ())),
-            over=values.get("over") and SweepOver.from_json(values["over"]),
-            seconds={name: (count, seconds) for name, (count, seconds) in found.seconds.items()},
-            recent=tuple(map(TrialSummary.from_json, values.get("recent") or ())),
-        )
-
-    @property
-    def ended(self) -> int:
-        """The number of trials that have ended."""
-        return sum(self.trials[state] for state in ("COMPLETE", "PRUNED", "FAIL"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -370,7 +259,7 @@ class MemoryPlan(Record):
     can_recompute: bool = False
     """Whether the job names blocks that it does not recompute."""
     layers: Sequence[LayerMemory] = ()
-    error: str | None = _optional()
+    error: str | None = optional()
     """Why there is no plan."""
 
     def to_json(self) -> dict[str, Any]:

@@ -38,6 +38,9 @@ PRUNED = "trial/pruned"
 """Metric of ended trials: 1 if the trial was pruned, else 0, or missing without a pruner. The plugin's session status
 has no value for pruned."""
 
+FRONT = "trial/front"
+"""Metric of complete trials with several objectives: 1 on the Pareto front, 0 if a better trial has taken its place."""
+
 _EXPERIMENT = f"{event_writer.PREFIX}experiment"
 _START, _END = "session-start", "session-end"
 _TOO_MANY = 10
@@ -102,6 +105,13 @@ def write_end(trial: RunFolder, sweep: Sweep, end: End, result: Mapping[str, flo
     _widened(trial.group, sweep, _experiment([], [*reported, *scalars]))
     _remove(trial, _END)
     _write_session(trial, _END, [_end(end), *(_scalar(name, value) for name, value in scalars.items())], step)
+
+
+def write_metric(trial: RunFolder, name: str, value: float) -> None:
+    """Write a metric of a trial that has ended, which replaces an earlier value."""
+    trial.tensorboard.mkdir(parents=True, exist_ok=True)
+    _, step = _last_report(trial)
+    _write_session(trial, name.replace("/", "-"), [_scalar(name, value)], step)
 
 
 def _last_report(trial: RunFolder) -> tuple[dict[str, float], int]:
@@ -257,14 +267,16 @@ def write_merged(studies: Iterable[RunFolder], run: Path) -> None:
 
 def _first_experiment(sweep: Sweep) -> Experiment:
     space = sweep.space.parameters if isinstance(sweep.space, Space) else ()
-    metrics = [sweep.metric] if sweep.pruner.name == "none" else [sweep.metric, PRUNED]
+    metrics = [each.metric for each in sweep.objectives]
+    metrics += [FRONT] if len(metrics) > 1 else []
+    metrics += [] if sweep.pruner.name == "none" else [PRUNED]
     return _experiment([_column(each) for each in space if not _is_constant(each)], metrics)
 
 
 def _experiment(columns: Iterable[Column], metrics: Iterable[str]) -> Experiment:
     from tensorboard.plugins.hparams import api_pb2 as api
 
-    shown = {PRUNED: PRUNED.partition("/")[2]}
+    shown = {name: name.partition("/")[2] for name in (PRUNED, FRONT)}
     infos = [api.MetricInfo(name=api.MetricName(tag=tag), display_name=shown.get(tag, "")) for tag in metrics]
     return api.Experiment(hparam_infos=columns, metric_infos=infos)
 

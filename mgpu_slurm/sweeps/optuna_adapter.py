@@ -16,14 +16,22 @@ import numpy.typing as npt
 import optuna
 from optuna.distributions import BaseDistribution
 from optuna.samplers import CmaEsSampler, TPESampler
-from optuna.samplers._tpe.sampler import _RELATIVE_PARAMS_KEY, _SYSTEM_ATTR_MAX_LENGTH, default_gamma
+from optuna.samplers._tpe.sampler import (
+    _RELATIVE_PARAMS_KEY,
+    _SYSTEM_ATTR_MAX_LENGTH,
+    default_gamma,
+    default_gamma_multiobjective,
+)
 from optuna.storages import JournalStorage, RDBStorage
 from optuna.storages.journal import BaseJournalBackend
-from optuna.study import Study
+from optuna.study import Study, StudyDirection
 from optuna.trial import FrozenTrial, Trial, TrialState
 
 FIXED_PARAMS = "fixed_params"
 """Attribute of a trial that begins with given parameters, as `Study.enqueue_trial` sets it."""
+
+CONSTRAINT = "constraints:"
+"""Attribute of a trial, followed by a name: by how much it violates a constraint, as `Trial.set_constraint` sets it."""
 
 Samples: TypeAlias = dict[str, npt.NDArray[Any]]
 """Values by parameter, of several samples."""
@@ -90,14 +98,14 @@ def set_trial_attribute(study: Study, trial: FrozenTrial, key: str, value: Any) 
     study._storage.set_trial_system_attr(trial._trial_id, key, value)
 
 
-def report(study: Study, trial: FrozenTrial, progress: int, value: float) -> None:
+def report(study: Study, trial: Trial | FrozenTrial, progress: int, value: float) -> None:
     """Store a value that the trial has reported; also for a study with several objectives."""
     study._storage.set_trial_intermediate_value(trial._trial_id, progress, value)
 
 
-def end_trial(study: Study, trial: FrozenTrial, state: TrialState, value: float) -> None:
-    """End a trial with its value."""
-    study._storage.set_trial_state_values(trial._trial_id, state, [value])
+def end_trial(study: Study, trial: Trial | FrozenTrial, state: TrialState, values: Sequence[float] | None) -> None:
+    """End a trial with its values; None if it has none."""
+    study._storage.set_trial_state_values(trial._trial_id, state, values)
 
 
 def set_trial_state(study: Study, trial: FrozenTrial, state: TrialState) -> bool:
@@ -156,6 +164,11 @@ class StudyView:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._study, name)
 
+    @property
+    def direction(self) -> StudyDirection:
+        """That of the first objective, by which trials are pruned; a study with several refuses to tell."""
+        return self._study.directions[0]
+
     def get_trials(self, deepcopy: bool = True, states: Container[TrialState] | None = None) -> list[FrozenTrial]:
         return self._get_trials(deepcopy, states)
 
@@ -192,9 +205,10 @@ class WeightedTpe(TPESampler):
     def weigh(self, gain: Any, samples: Samples) -> Any:
         """Return the gain by which the best of the samples is chosen."""
 
-    def limit_best_share(self, limit: int) -> None:
+    def limit_best_share(self, study: Study, limit: int) -> None:
         """Limit the number of best trials, from which TPE draws."""
-        asked = vars(self).setdefault("_asked_gamma", self._gamma or default_gamma)
+        usual = default_gamma if len(study.directions) == 1 else default_gamma_multiobjective
+        asked = vars(self).setdefault("_asked_gamma", self._gamma or usual)
         self._gamma = lambda count: min(asked(count), limit)
 
     def draw(self, study: Any, trial: FrozenTrial, search_space: dict[str, BaseDistribution]) -> dict[str, Any]:

@@ -23,7 +23,7 @@ _PROGRESS_KEYS = ("epochs", "max_epochs", "num_epochs", "n_epochs")
 def check_classes(sweep: Sweep) -> None:
     """Check that sampler and pruner accept their options; a user's class may exist only in the run's code."""
     if sweep.sampler.name in sweep_options.SAMPLERS or sweep.sampler.name.startswith("optuna."):
-        construction.sampler_of(sweep.sampler, worker=0)
+        construction.sampler_of(sweep.sampler, worker=0, objectives=len(sweep.objectives))
     if sweep.pruner.name in sweep_options.PRUNERS or sweep.pruner.name.startswith("optuna."):
         construction.scheduler_of(sweep.pruner, sweep.direction)
 
@@ -64,8 +64,8 @@ def refuse_differences(old: Sweep, new: Sweep) -> None:
         told.append(f"sampler was {old.sampler.name} and is {new.sampler.name}")
     if old.pruner != new.pruner and (old.pruner.pauses or new.pruner.pauses) and _steps(old) != _steps(new):
         told.append(f"pruner was {old.pruner.words} and is {new.pruner.words}")
-    for name in ("job", "command", "metric", "direction", "fixed", "storage", "warm_start", "stage"):
-        before, now = getattr(old, name), getattr(new, name)
+    for name in ("job", "command", "metric", "constraints", "fixed", "storage", "warm_start", "stage"):
+        before, now = _told(old, name), _told(new, name)
         if before != now:
             told.append(f"{name} was {before} and is {now}")
     if old.parallelism != new.parallelism:
@@ -75,6 +75,12 @@ def refuse_differences(old: Sweep, new: Sweep) -> None:
             f"study {new.study!r} exists, and this file differs from it: {'; '.join(told)}:"
             " undo the change, or choose another name for the new study (study=NAME)"
         )
+
+
+def _told(sweep: Sweep, name: str) -> object:
+    if name == "metric":
+        return "; ".join(map(str, sweep.objectives))
+    return ", ".join(map(str, sweep.constraints)) or "none" if name == "constraints" else getattr(sweep, name)
 
 
 def _steps(sweep: Sweep) -> Pruner:

@@ -149,7 +149,7 @@ def test_trial_of_a_killed_worker_continues_and_the_sweep_can_grow(project: Proj
 
     # what makes it another study is refused, with the difference
     for words, said in [
-        (["metric=loss", "direction=minimize"], "metric was score and is loss; direction was maximize and is minimize"),
+        (["metric=loss", "direction=minimize"], "metric was score, to maximize and is loss, to minimize"),
         (["space.x.float=[0, 2]"], "space: x was float 0 to 1 and is float 0 to 2"),
         (["fixed.epochs=4"], "fixed was "),
         (["job=other.py"], "job was job.py and is other.py"),
@@ -345,6 +345,43 @@ def test_metric_that_is_never_reported_stops_the_sweep_after_five_trials(project
     assert said in done.stdout
 
 
+SEVERAL = """
+def train(run, config: dict):
+    for epoch in range(1, 4):
+        run.report(epoch, score=config["x"] * epoch, gib=10 * config["x"])
+    return {"score": config["x"] * 3, "size": 100 * config["x"]}
+"""
+
+
+def test_sweep_with_several_metrics_lists_the_front_of_what_its_constraints_allow(project: Project) -> None:
+    project.write("several.py", SEVERAL)
+    values = {
+        "job": "several.py",
+        "metric": None,
+        "metrics": {"score": "maximize", "size": "minimize"},
+        "constraints": {"gib": "<= 5"},
+        "sampler": "grid",
+        "space": {"x": {"choice": [0.2, 0.4, 0.6]}},
+        "workers": 1,
+        "trials": 3,
+    }
+    folder = start(project, **values)
+    assert wait(project).returncode == 0
+    found = project.json("best", "study")
+    assert [(trial["number"], trial["values"]) for trial in found["front"]] == [
+        (1, {"score": pytest.approx(1.2), "size": 40}), (0, {"score": pytest.approx(0.6), "size": 20}),
+    ]  # fmt: skip
+    assert found["metrics"] == values["metrics"]
+    told = project.call("status", "study").stdout
+    assert "front     score 1.2  size 40  (trial 1)  x=0.4\n          score 0.6  size 20  (trial 0)  x=0.2\n" in told
+    assert [each["number"] for each in facts_of(project)["front"]] == [1, 0]
+    refused = project.call("best", "study", "--yaml")
+    assert (refused.returncode, refused.stderr) == (2, "mgpu-slurm: --yaml: study study has 2 best trials: add --trial N\n")
+    assert yaml.safe_load(project.call("best", "study", "--trial", "0", "--yaml").stdout) == {"x": 0.2}
+    assert "infeasible: gib 6, not <= 5" in project.call("best", "study", "--trial", "2").stdout
+    assert [trial.constraints for trial in trials_of(folder)] == [{"gib": -3.0}, {"gib": -1.0}, {"gib": 1.0}]
+
+
 @pytest.fixture(scope="module")
 def ended(tmp_path_factory: pytest.TempPathFactory) -> Project:
     """Where a sweep has ended."""
@@ -395,21 +432,22 @@ class TestEndedSweep:
         assert [row["number"] for row in listed] == list(range(len(trials_of(project.runs / "study"))))
         assert [row["value"] for row in listed] == [trial.value for trial in trials_of(project.runs / "study")]
         assert {row["state"] for row in listed} == {"COMPLETE"}
-        assert list(listed[0]) == ["number", "state", "value", "params", "rungs", "seconds", "worker", "reason"]
+        names = ["number", "state", "value", "params", "rungs", "seconds", "worker", "reason", "infeasible", "values"]
+        assert list(listed[0]) == names
         (top,) = project.json("best", "study", "--top", "1")
         assert top["value"] == max(row["value"] for row in listed)
         written = project.call("trials", "study", "-o", "trials.csv")
         assert written.stdout == f"written   trials.csv: {len(listed)} trials\n"
-        assert (
-            (project.folder / "trials.csv").read_text().startswith("number,state,value,seconds,worker,reason,params.x")
-        )
+        header, *_ = (project.folder / "trials.csv").read_text().splitlines()
+        assert header == "number,state,value,seconds,worker,reason,infeasible,params.x"
         assert project.call("trials", "study").stdout.startswith("TRIAL    STATE     score")
 
     @pytest.mark.parametrize(
         ("words", "said"),
         [
             (("trials", "study", "--csv", "--json"), "--csv and --json: choose one of them"),
-            (("best", "study", "--top", "2", "--yaml"), "--top: --yaml prints the config of one trial"),
+            (("best", "study", "--top", "2", "--yaml"), "--top: --yaml is about one trial: remove one of them"),
+            (("best", "study", "--trial", "9"), "study study: there is no trial 9: the last one is 2"),
             (("importance", "study"), "more are needed for the importance of parameters"),
             (("trials", "nothing"), "there is no run 'nothing'"),
         ],

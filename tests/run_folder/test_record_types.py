@@ -7,16 +7,8 @@ from typing import Any
 
 import pytest
 
-from mgpu_slurm.run_folder.record_types import (
-    Event,
-    Failure,
-    RunState,
-    SchedulePart,
-    StateChange,
-    SweepOver,
-    SweepSummary,
-    TrialSummary,
-)
+from mgpu_slurm.run_folder.record_types import Event, Failure, RunState, StateChange
+from mgpu_slurm.run_folder.sweep_records import SchedulePart, SweepOver, SweepSummary, TrialSummary
 from tests.support import REPOSITORY
 
 TRIAL = TrialSummary(

@@ -89,7 +89,7 @@ def _range_hints(study: Study, sweep: Sweep) -> list[str]:
     """Return which ranges end where the best values are."""
     if not isinstance(sweep.space, Space):
         return []
-    ranked = summary.ranked(summary.own_trials(study), sweep.direction)
+    ranked = summary.ranked(summary.own_trials(study), sweep)
     best = ranked[: max(FEWEST_BEST, math.ceil(len(ranked) * BEST_SHARE))]
     if len(ranked) < 2 * FEWEST_BEST:
         return []

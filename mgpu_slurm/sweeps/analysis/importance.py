@@ -12,6 +12,7 @@ from optuna.study import Study
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
 from mgpu_slurm.core.errors import UserError
+from mgpu_slurm.sweeps.scheduling.judged_values import value_of
 from mgpu_slurm.sweeps.scheduling.observations import Observations
 from mgpu_slurm.sweeps.search.sweep_file import Sweep
 from mgpu_slurm.sweeps.study import summary
@@ -93,7 +94,7 @@ def importance(study: Study, sweep: Sweep, seed: int = 0) -> Importances:
 def _shares(trials: Sequence[FrozenTrial], names: Sequence[str], sweep: Sweep) -> dict[str, float]:
     study = optuna.create_study(direction=sweep.direction)
     study.add_trials(
-        create_trial(value=trial.value, params=trial.params, distributions=trial.distributions) for trial in trials
+        create_trial(value=value_of(trial), params=trial.params, distributions=trial.distributions) for trial in trials
     )
     # a parameter that depends on others may be in none of the trials that were drawn
     present = [name for name in names if any(name in trial.params for trial in trials)]

@@ -29,7 +29,8 @@ class TrialRow:
     state: str
     """Optuna's state, or PAUSED."""
     value: float | None
-    """The value of a complete trial, or the last one reported; None without any, or if it is not finite."""
+    """The value of a complete trial, or the last one reported; None without any, or if it is not finite. With several
+    objectives, that of the first."""
     params: Values
     """The parameters by name, as passed to the job."""
     rungs: Mapping[str, float]
@@ -39,16 +40,22 @@ class TrialRow:
     worker: int | None
     """The worker that had it last."""
     reason: str
-    """Why it failed or was pruned."""
+    """Why it failed or was pruned, or which constraint it violates."""
+    infeasible: bool
+    """Whether it violates a constraint."""
+    values: Mapping[str, float]
+    """With several objectives: all values of a complete trial, by metric."""
 
 
-def rows(study: Study, sweep: Sweep, folder: RunFolder) -> list[TrialRow]:
+def rows(study: Study, sweep: Sweep, folder: RunFolder, top: int | None = None) -> list[TrialRow]:
     """Return the study's own trials that have begun, by number.
 
     Args:
         folder: the folder of the sweep.
+        top: return so many of the complete trials that violate no constraint instead, best first.
     """
     own = [trial for trial in summary.own_trials(study) if trial.datetime_start is not None]
+    own = own if top is None else summary.ranked(own, sweep)[:top]
     return [_row(trial, sweep, folder.of_trial(trial.number)) for trial in own]
 
 
@@ -66,6 +73,8 @@ def _row(trial: FrozenTrial, sweep: Sweep, folder: RunFolder) -> TrialRow:
         seconds=found.seconds,
         worker=workers[0] if workers else _last_worker(folder),
         reason=found.reason,
+        infeasible=found.infeasible,
+        values=found.values or {},
     )
 
 
@@ -75,27 +84,24 @@ def _last_worker(folder: RunFolder) -> int | None:
     return int(str(started[-1])) if started else None
 
 
-def best_first(found: Sequence[TrialRow], sweep: Sweep) -> list[TrialRow]:
-    """Return the complete trials, best first; of equal ones, the earlier first."""
-    sign = -1 if sweep.direction == "maximize" else 1
-    complete = [row for row in found if row.state == "COMPLETE" and row.value is not None]
-    return sorted(complete, key=lambda row: (sign * (row.value or 0.0), row.number))
-
-
 def as_json(found: Sequence[TrialRow]) -> list[dict[str, object]]:
     return [asdict(row) for row in found]
 
 
 def as_csv(found: Sequence[TrialRow]) -> str:
-    """Return a table with a column for each parameter, `params.lr`, and each rung, `rungs.9`."""
+    """Return a table with a column for each parameter, `params.lr`, each rung, `rungs.9`, and each of several
+    objectives, `values.loss`."""
     params = list(dict.fromkeys(name for row in found for name in row.params))
+    metrics = list(dict.fromkeys(name for row in found for name in row.values))
     rungs = sorted({rung for row in found for rung in row.rungs}, key=int)
-    plain = ["number", "state", "value", "seconds", "worker", "reason"]
+    plain = ["number", "state", "value", "seconds", "worker", "reason", "infeasible"]
     text = io.StringIO()
     table = csv.writer(text, lineterminator="\n")
-    table.writerow([*plain, *(f"params.{name}" for name in params), *(f"rungs.{rung}" for rung in rungs)])
+    named = [f"values.{name}" for name in metrics] + [f"params.{name}" for name in params]
+    table.writerow([*plain, *named, *(f"rungs.{rung}" for rung in rungs)])
     for row in found:
-        cells = [getattr(row, name) for name in plain]
+        cells = [_cell(getattr(row, name)) for name in plain]
+        cells += [row.values.get(name) for name in metrics]
         cells += [_cell(row.params.get(name)) for name in params]
         table.writerow([*cells, *(row.rungs.get(rung) for rung in rungs)])
     return text.getvalue()
@@ -113,13 +119,18 @@ def lines(found: Sequence[TrialRow], sweep: Sweep) -> list[str]:
     if not found:
         return ["no trial has begun yet"]
     params = list(dict.fromkeys(name for row in found for name in row.params))
-    header = ["TRIAL", "STATE", sweep.metric, "AT", *params, "TIME", "REASON"]
+    metric, *others = (each.metric for each in sweep.objectives)
+    header = ["TRIAL", "STATE", metric, *others, "AT", *params, "TIME", "REASON"]
     return tabulate(
-        [_cells(row, params) for row in found], header, tablefmt="plain", disable_numparse=True
+        [_cells(row, params, others) for row in found], header, tablefmt="plain", disable_numparse=True
     ).splitlines()
 
 
-def _cells(row: TrialRow, params: Sequence[str]) -> list[str]:
+def _cells(row: TrialRow, params: Sequence[str], others: Sequence[str]) -> list[str]:
+    """
+    Args:
+        others: the objectives after the first.
+    """
     from mgpu_slurm.core.formatting import duration
 
     values = [row.params.get(name) for name in params]
@@ -127,6 +138,7 @@ def _cells(row: TrialRow, params: Sequence[str]) -> list[str]:
         str(row.number),
         row.state,
         "" if row.value is None else f"{row.value:.6g}",
+        *(f"{row.values[name]:.6g}" if name in row.values else "" for name in others),
         max(row.rungs, key=int, default=""),
         *("" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value) for value in values),
         "" if row.seconds is None else duration(row.seconds),

@@ -29,25 +29,33 @@ _SAMPLERS = {
     # every trial begins with the values of its grid point, so nothing is left to sample
     "grid": "optuna.samplers.RandomSampler",
     "gp": "optuna.samplers.GPSampler",
+    # with several objectives
+    "tpe": "optuna.samplers.TPESampler",
     "cmaes": "optuna.samplers.CmaEsSampler",
 }
 
 
 def sampler_of(
-    asked: Sampler, worker: int, attempt: int = 1, levels: Sequence[int] = (), space: Space | str | None = None
+    asked: Sampler,
+    worker: int,
+    attempt: int = 1,
+    levels: Sequence[int] = (),
+    space: Space | str | None = None,
+    objectives: int = 1,
 ) -> BaseSampler:
     """Return the sampler for one attempt of a worker.
 
     Args:
         levels: progress values at which `tpe` compares trials.
         space: the sweep's space.
+        objectives: their number. With several, `tpe` is Optuna's, which learns from the final values.
 
     Raises:
         UserError: there is no such class, or it does not accept these options.
     """
     cls: Callable[..., Any]
     options = dict(asked.options)
-    if asked.name == "tpe":
+    if asked.name == "tpe" and objectives == 1:
         cls = partial(RungTpe, levels, space if isinstance(space, Space) else None)
     else:
         cls = samplers.learning_from_failures(_class("sampler", _SAMPLERS.get(asked.name, asked.name)))

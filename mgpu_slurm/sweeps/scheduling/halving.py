@@ -99,6 +99,9 @@ class Promotion(Scheduler):
         entry = snapshot.entries[number]
         if entry.until == len(self.rungs) - 1:
             return Decision.COMPLETE
+        if not math.isfinite(entry.values[entry.until]):
+            # a trial that violates a constraint is never promoted
+            return Decision.PRUNE
         alike = self._kind(snapshot, self.is_hedged(number))
         if not snapshot.is_over and self._candidate(alike, also=number) == number:
             return Decision.CONTINUE
@@ -192,7 +195,8 @@ class Promotion(Scheduler):
         else:
             first = self.first_rung(alike[0].number)
             places = max(1, self._of_kind(snapshot.trials, first) // self.factor ** max(1, rung - first + 1))
-        return [each.number for each in order[places:] if each.number in numbers]
+        lost = [each for place, each in enumerate(order) if place >= places or not math.isfinite(each.values[rung])]
+        return [each.number for each in lost if each.number in numbers]
 
     def _of_kind(self, trials: int, first_rung: int) -> int:
         """Return how many of the sweep's trials are first compared at this rung."""

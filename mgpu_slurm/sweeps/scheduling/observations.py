@@ -8,7 +8,9 @@ from dataclasses import dataclass
 
 from optuna.trial import FrozenTrial, TrialState
 
+from mgpu_slurm.sweeps.scheduling.judged_values import is_feasible, value_of
 from mgpu_slurm.sweeps.scheduling.rungs import values_at
+from mgpu_slurm.sweeps.scheduling.samplers import as_failed
 
 COPY_OF = "mgpu:copy_of"
 """Attribute of a trial that is a copy of another one: its values are not those of its parameters alone."""
@@ -21,6 +23,7 @@ class _Facts:
     """Its value at each level that it has reached, which is the first one that it reported there or later."""
     final: float | None
     """The value of a complete trial; it counts at the last level, and without levels."""
+    is_feasible: bool
 
 
 class Observations:
@@ -41,18 +44,22 @@ class Observations:
         """Number of values at the level that was used last."""
         self.level: int | None = None
         """That level; None for final values."""
+        self.has_infeasible = False
+        """Whether any trial violated a constraint then."""
 
     def of(self, trials: Sequence[FrozenTrial], worst: Collection[int]) -> list[FrozenTrial] | None:
         """Return the trials with a value at the highest level that enough of them have, as complete; None if there is
         no such level.
 
-        Running trials without a value there are returned as they are: TPE avoids their neighbourhood. Copies of other
-        trials are left out.
+        Running trials without a value there are returned as they are: TPE avoids their neighbourhood. Those that
+        violate a constraint keep the attributes by which Optuna ranks them after the others. Copies of other trials
+        are left out.
 
         Args:
             worst: numbers of the trials that are worse than all others at each level.
         """
         facts = [self._facts_of(trial) for trial in trials if COPY_OF not in trial.system_attrs]
+        self.has_infeasible = not all(each.is_feasible for each in facts)
         level = self._highest_level(facts, worst)
         if level is None:
             return None
@@ -72,10 +79,10 @@ class Observations:
         known = self._facts.get(trial.number)
         # storages replace a trial that changes
         if known is None or known.trial is not trial:
-            final = trial.value if trial.state == TrialState.COMPLETE else None
+            final = value_of(trial) if trial.state == TrialState.COMPLETE else None
             # a trial has come to all levels below the highest one
             values = tuple(values_at(self._levels, trial.intermediate_values).values())
-            known = self._facts[trial.number] = _Facts(trial, values, final)
+            known = self._facts[trial.number] = _Facts(trial, values, final, is_feasible(trial))
         return known
 
     def _highest_level(self, facts: Sequence[_Facts], worst: Collection[int]) -> int | None:
@@ -106,13 +113,17 @@ class Observations:
 
     def _as_observed(self, trial: FrozenTrial, level: int, value: float | None) -> FrozenTrial:
         """Return a trial as complete with this value, or, without one, as worse than all others."""
-        if trial.state == TrialState.COMPLETE and value == trial.value:
+        if trial.state == TrialState.COMPLETE and trial.values == [value]:
             return trial
         known = self._shown.get((trial.number, level))
         if known is None or known[0] is not trial:
-            shown = copy.copy(trial)
-            # TPE ranks pruned trials after complete ones, and those without a report last
-            shown.state = TrialState.PRUNED if value is None else TrialState.COMPLETE
-            shown.values, shown.intermediate_values = None if value is None else [value], {}
-            known = self._shown[trial.number, level] = trial, shown
+            known = self._shown[trial.number, level] = trial, _shown(trial, value)
         return known[1]
+
+
+def _shown(trial: FrozenTrial, value: float | None) -> FrozenTrial:
+    if value is None:
+        return as_failed(trial)
+    shown = copy.copy(trial)
+    shown.state, shown.values, shown.intermediate_values = TrialState.COMPLETE, [value], {}
+    return shown

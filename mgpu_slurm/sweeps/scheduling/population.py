@@ -85,7 +85,7 @@ class Population(Scheduler):
         quarter = len(order) // QUARTERS
         if entry not in order[len(order) - quarter :]:
             return None
-        sources = [each.number for each in order[:quarter] if each.state in _COPIED]
+        sources = [each.number for each in order[:quarter] if _may_be_copied(each)]
         return sources[entry.number % len(sources)] if sources else None
 
     def _may_begin(self, snapshot: Snapshot) -> bool:
@@ -101,7 +101,7 @@ class Population(Scheduler):
 
     def _ranked(self, entries: Iterable[Entry], rung: int) -> list[Entry]:
         """Return the trials with a value at the rung, best first; of equal ones, the earlier first."""
-        there = [each for each in entries if math.isfinite(each.values.get(rung, math.nan))]
+        there = [each for each in entries if rung in each.values]
         return sorted(there, key=lambda each: (worth(each.values[rung], self.is_maximized), each.number))
 
     def _to_replace(self, snapshot: Snapshot) -> list[Entry]:
@@ -116,5 +116,10 @@ class Population(Scheduler):
     def _source_of(self, snapshot: Snapshot, entry: Entry) -> int | None:
         """Return the trial to copy: the chosen one, or the best there is if that has gone meanwhile."""
         order = self._ranked(snapshot.entries.values(), entry.until)
-        left = [each.number for each in order if each.state in _COPIED]
+        left = [each.number for each in order if _may_be_copied(each)]
         return entry.source if entry.source in left else next(iter(left), None)
+
+
+def _may_be_copied(entry: Entry) -> bool:
+    """Return whether a trial with values is still there, and violates no constraint."""
+    return entry.state in _COPIED and math.isfinite(entry.values[max(entry.values)])

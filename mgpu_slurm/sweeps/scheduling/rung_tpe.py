@@ -79,8 +79,8 @@ class RungTpe(LearningTpe):
         self._draws_together = multivariate
         self._random = RandomSampler(seed=seed)
         self._known: _Known | None = None
-        self._failures = 0
-        """How many trials had failed by themselves at the last look."""
+        self._has_bad = False
+        """Whether there were trials, at the last look, that had failed by themselves or violated a constraint."""
 
     # -- Optuna's interface
 
@@ -115,7 +115,7 @@ class RungTpe(LearningTpe):
         others = [each for each in study.get_trials(deepcopy=False) if each.number != trial.number]
         worst = self.own_failures(study, others)
         observations = self._observations.of(others, worst)
-        self._failures = len(worst)
+        self._has_bad = bool(worst) or self._observations.has_infeasible
         shown = None if observations is None else TrialsView(study, observations)
         if self._space is not None:
             return _Known(trial.number, shown, self._space, is_whole=True)
@@ -126,11 +126,11 @@ class RungTpe(LearningTpe):
         return _Known(trial.number, shown, space, all(names == each.distributions.keys() for each in seen))
 
     def prepare(self, study: Study, search_space: dict[str, BaseDistribution]) -> None:
-        if self._failures:
+        if self._has_bad:
             super().prepare(study, search_space)
         else:
             # the same, without looking at all trials again
-            self.learn_from(self._observations.count)
+            self.learn_from(study, self._observations.count)
 
     # -- drawing
 

@@ -20,8 +20,9 @@ from optuna.trial import FrozenTrial, TrialState
 
 from mgpu_slurm.run_folder.record_types import from_known
 from mgpu_slurm.sweeps import optuna_adapter
-from mgpu_slurm.sweeps.optuna_adapter import Density, Samples, StudyView, TextCmaEs, WeightedTpe
+from mgpu_slurm.sweeps.optuna_adapter import CONSTRAINT, Density, Samples, StudyView, TextCmaEs, WeightedTpe
 from mgpu_slurm.sweeps.scheduling import optimizers
+from mgpu_slurm.sweeps.scheduling.judged_values import is_feasible
 
 OWN_FAULT = "mgpu:own_fault"
 """Attribute of a trial that failed or was pruned: its own code raised the error, or its value was NaN or infinite."""
@@ -87,7 +88,7 @@ class _LearnsFromFailures(BaseSampler):
 
     def _with_bad(self, study: Study, trials: list[FrozenTrial]) -> list[FrozenTrial]:
         bad = self.own_failures(study, trials)
-        return self._as_worst(trials, bad, study.direction) if bad else trials
+        return self._as_worst(trials, bad, study.directions) if bad else trials
 
     @staticmethod
     def own_failures(study: Study, trials: Sequence[FrozenTrial]) -> set[int]:
@@ -95,7 +96,9 @@ class _LearnsFromFailures(BaseSampler):
         bad = {trial.number for trial in trials if OWN_FAULT in trial.system_attrs and trial.state.is_finished()}
         return bad - _innocent(trials, optuna_adapter.study_attributes(study)) if bad else bad
 
-    def _as_worst(self, trials: Sequence[FrozenTrial], bad: set[int], direction: StudyDirection) -> list[FrozenTrial]:
+    def _as_worst(
+        self, trials: Sequence[FrozenTrial], bad: set[int], directions: Sequence[StudyDirection]
+    ) -> list[FrozenTrial]:
         """Return the trials, with those in `bad` made worse than all others."""
         raise NotImplementedError
 
@@ -106,32 +109,33 @@ class LearningTpe(_LearnsFromFailures, WeightedTpe):
     _odds: tuple[Density, Density] | None = None
     """Densities of the trials with a value and of the bad trials, weighted by their counts."""
 
-    def _as_worst(self, trials: Sequence[FrozenTrial], bad: set[int], direction: StudyDirection) -> list[FrozenTrial]:
+    def _as_worst(
+        self, trials: Sequence[FrozenTrial], bad: set[int], directions: Sequence[StudyDirection]
+    ) -> list[FrozenTrial]:
         # copies are kept: the sampler reads them four times per new trial, and ended trials do not change
         copies: dict[int, FrozenTrial] = vars(self).setdefault("_copies", {})
         for trial in trials:
             if trial.number in bad and trial.number not in copies:
-                # TPE ranks pruned trials after complete ones, and those without a report last
-                copies[trial.number] = _copied(trial, TrialState.PRUNED)
+                copies[trial.number] = as_failed(trial)
         return [copies[trial.number] if trial.number in bad else trial for trial in trials]
 
     def prepare(self, study: Study, search_space: dict[str, BaseDistribution]) -> None:
         ended = study.get_trials(deepcopy=False, states=(TrialState.COMPLETE, TrialState.PRUNED))
         ended = [each for each in ended if search_space.keys() <= each.params.keys()]
-        good = list(filter(_has_value, ended))
-        bad = [each for each in ended if not _has_value(each)]
-        self.learn_from(len(good))
+        good = list(filter(_is_good, ended))
+        bad = [each for each in ended if not _is_good(each)]
+        self.learn_from(study, sum(map(_has_value, ended)))
         if bad:
             self._odds = self._odds_of(study, search_space, good), self._odds_of(study, search_space, bad)
 
-    def learn_from(self, good: int) -> None:
+    def learn_from(self, study: Study, count: int) -> None:
         """Prepare for a proposal without regard to failures.
 
         Args:
-            good: the number of trials with a value.
+            count: the number of trials with a value.
         """
-        # keep bad trials out of the best share even while fewer trials than its size have a value
-        self.limit_best_share(good)
+        # keep failures out of the best share even while fewer trials than its size have a value
+        self.limit_best_share(study, count)
         self._odds = None
 
     def _odds_of(self, study: Study, search_space: dict[str, BaseDistribution], trials: list[FrozenTrial]) -> Density:
@@ -147,17 +151,37 @@ class LearningTpe(_LearnsFromFailures, WeightedTpe):
 
 
 class _ByValue(_LearnsFromFailures):
-    def _as_worst(self, trials: Sequence[FrozenTrial], bad: set[int], direction: StudyDirection) -> list[FrozenTrial]:
-        complete = [trial for trial in trials if trial.state == TrialState.COMPLETE]
-        values = [trial.value for trial in complete if trial.value is not None]
+    def _as_worst(
+        self, trials: Sequence[FrozenTrial], bad: set[int], directions: Sequence[StudyDirection]
+    ) -> list[FrozenTrial]:
+        values = [trial.values for trial in trials if trial.state == TrialState.COMPLETE]
         if not values:
             # a model of equal values would propose one corner of the space again and again
             return list(trials)
-        low, high = min(values), max(values)
-        # no larger than the range of values: a model would otherwise see only the step between good and bad
-        margin = (high - low) or max(abs(high), 1.0)
-        worse = low - margin if direction == StudyDirection.MAXIMIZE else high + margin
-        return [_copied(trial, TrialState.COMPLETE, worse) if trial.number in bad else trial for trial in trials]
+        worse = [_worse(column, each) for column, each in zip(zip(*values, strict=True), directions, strict=True)]
+        violations = _most_violated(trials)
+        copies = {trial.number: _copied(trial, TrialState.COMPLETE, worse) for trial in trials if trial.number in bad}
+        for each in copies.values():
+            # GP needs all constraints of each trial
+            each.system_attrs = {**each.system_attrs, **violations}
+        return [copies.get(trial.number, trial) for trial in trials]
+
+
+def _most_violated(trials: Sequence[FrozenTrial]) -> dict[str, float]:
+    """Return the largest violation of each constraint, by its attribute."""
+    found: dict[str, float] = {}
+    for trial in trials:
+        for name, violation in trial.constraints.items():
+            found[f"{CONSTRAINT}{name}"] = max(violation, found.get(f"{CONSTRAINT}{name}", violation))
+    return found
+
+
+def _worse(values: Sequence[float], direction: StudyDirection) -> float:
+    """Return a value that is worse than all of these."""
+    low, high = min(values), max(values)
+    # no larger than the range of values: a model would otherwise see only the step between good and bad
+    margin = (high - low) or max(abs(high), 1.0)
+    return low - margin if direction == StudyDirection.MAXIMIZE else high + margin
 
 
 class _Gp(_ByValue, GPSampler):
@@ -197,11 +221,21 @@ def _innocent(trials: Sequence[FrozenTrial], notes: dict[str, Any]) -> set[int]:
     return set().union(*kept)
 
 
-def _copied(trial: FrozenTrial, state: TrialState, value: float | None = None) -> FrozenTrial:
-    shown = copy.copy(trial)
-    shown.state, shown.intermediate_values = state, {}
-    shown.values = None if value is None else [value]
+def as_failed(trial: FrozenTrial) -> FrozenTrial:
+    """Return a copy of a trial that TPE ranks after all others, also after those that violate a constraint."""
+    shown = _copied(trial, TrialState.PRUNED, None)
+    shown.system_attrs = {**trial.system_attrs, f"{CONSTRAINT}failed": math.inf}
     return shown
+
+
+def _copied(trial: FrozenTrial, state: TrialState, values: list[float] | None) -> FrozenTrial:
+    shown = copy.copy(trial)
+    shown.state, shown.values, shown.intermediate_values = state, values, {}
+    return shown
+
+
+def _is_good(trial: FrozenTrial) -> bool:
+    return _has_value(trial) and is_feasible(trial)
 
 
 def _has_value(trial: FrozenTrial) -> bool:

@@ -9,7 +9,6 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
 
 from mgpu_slurm.core.errors import UserError, nearest
 from mgpu_slurm.request import config as configs
@@ -17,14 +16,14 @@ from mgpu_slurm.request.config import Config
 from mgpu_slurm.request.parallelism import DEFAULT_PARALLELISM, Parallelism, Precision, Strategy
 from mgpu_slurm.request.spec import Flags, Resources, Spec, check_run_name, resources_from
 from mgpu_slurm.sweeps.search import space_parser
+from mgpu_slurm.sweeps.search.goals import Constraint, Direction, Objective, constraints_of, objectives_of
 from mgpu_slurm.sweeps.search.parameters import Values
 from mgpu_slurm.sweeps.search.space import Space
 from mgpu_slurm.sweeps.search.sweep_options import Budget, Pruner, Sampler
 from mgpu_slurm.sweeps.search.trial_command import check_takes, parse_command, places_in
 
-_IS_AN_ERROR = re.compile(r"loss|err|perplexity|(^|_)(ppl|nll|mse|mae|rmse|bpc|wer|cer)($|_)")
-
 _SAMPLERS_WITH_PAUSES = ("tpe", "random", "grid")
+_SAMPLERS_FOR_SEVERAL = ("tpe", "random", "grid", "gp")
 
 _DATABASE = re.compile(r"(postgresql|mysql|mariadb)(\+\w+)?://")
 _VARIABLE = re.compile(r"\$\{\w+\}")
@@ -40,8 +39,10 @@ class Sweep:
     """The job function, as passed to `submit`; None if the job is a command."""
     command: tuple[str, ...]
     """Words of the command, with `{lr}` for a parameter; empty if the job is a function."""
-    metric: str
-    direction: Literal["maximize", "minimize"]
+    objectives: tuple[Objective, ...]
+    """The metrics to maximize or minimize; trials are pruned by the first."""
+    constraints: tuple[Constraint, ...]
+    """Bounds on metrics: a trial that violates one counts as worst."""
     sampler: Sampler
     pruner: Pruner
     trials: int | None
@@ -71,6 +72,15 @@ class Sweep:
     warm_start: str | None = None
     """An earlier study whose trials the sampler knows from the start."""
 
+    @property
+    def metric(self) -> str:
+        """The metric by which trials are pruned: the first one."""
+        return self.objectives[0].metric
+
+    @property
+    def direction(self) -> Direction:
+        return self.objectives[0].direction
+
     def lines(self) -> list[str]:
         """Return a summary of the sweep for people."""
         space = self.space.lines() if isinstance(self.space, Space) else [f"by {self.space}"]
@@ -81,7 +91,8 @@ class Sweep:
             trials += f" of the grid's {len(self.space.grid())} points"
         return [
             *_under("space", space),
-            f"metric    {self.metric}, to {self.direction}",
+            *_under("metric" if len(self.objectives) == 1 else "metrics", list(map(str, self.objectives))),
+            *([f"require   {', '.join(map(str, self.constraints))}"] if self.constraints else []),
             f"sampler   {self.sampler.words}",
             f"pruner    {self.pruner.words}",
             *self._too_few(),
@@ -119,9 +130,11 @@ class _Keys:
 
     study: str
     job: str | Config
-    metric: str
     space: str | Config
-    direction: Literal["maximize", "minimize"] | None = None
+    metric: str | None = None
+    direction: Direction | None = None
+    metrics: dict[str, Direction] = field(default_factory=dict)
+    constraints: dict[str, str] = field(default_factory=dict)
     sampler: Sampler = field(default_factory=Sampler)
     pruner: Pruner = field(default_factory=Pruner)
     trials: int | None = None
@@ -202,8 +215,8 @@ def _checked(keys: _Keys, source: str) -> Sweep:
         study=keys.study,
         job=None if command else str(keys.job),
         command=command,
-        metric=keys.metric,
-        direction=_direction(keys),
+        objectives=objectives_of(keys.metric, keys.direction, keys.metrics),
+        constraints=constraints_of(keys.constraints),
         sampler=keys.sampler,
         pruner=keys.pruner,
         trials=_trials(keys, space),
@@ -225,18 +238,14 @@ def _checked(keys: _Keys, source: str) -> Sweep:
     _check_points(made)
     if made.pruner.name == "pbt":
         _check_population(made)
+    if len(made.objectives) > 1 and made.sampler.name == "cmaes":
+        raise UserError(f"sampler cmaes: it takes one metric: choose {', '.join(_SAMPLERS_FOR_SEVERAL)}")
     if made.pruner.pauses and made.sampler.name not in _SAMPLERS_WITH_PAUSES:
         raise UserError(
             f"sampler {made.sampler.name}: it learns from ended trials only, and would draw at random while trials are"
             f" paused: choose {', '.join(_SAMPLERS_WITH_PAUSES)}, or set `pause: false` in the pruner"
         )
     return made
-
-
-def _direction(keys: _Keys) -> Literal["maximize", "minimize"]:
-    if keys.direction is None and _IS_AN_ERROR.search(keys.metric.lower()):
-        raise UserError(f"metric {keys.metric}: add `direction: minimize`; without it a metric is maximized")
-    return keys.direction or "maximize"
 
 
 def _check_storage(url: str) -> None:

@@ -135,12 +135,11 @@ def _restore(places: Sequence[_Place], sweep: Sweep) -> tuple[int, int]:
 
 
 def _study(sweep: Sweep) -> Record:
-    direction = StudyDirection.MAXIMIZE if sweep.direction == "maximize" else StudyDirection.MINIMIZE
     content = {
         "op_code": CREATE_STUDY,
         "worker_id": "repair",
         "study_name": sweep.study,
-        "directions": [direction],
+        "directions": [StudyDirection[each.direction.upper()] for each in sweep.objectives],
     }
     return Record.from_json(content)
 

@@ -15,6 +15,7 @@ from optuna.trial import FrozenTrial, TrialState
 from mgpu_slurm.run_folder.record_types import from_known
 from mgpu_slurm.sweeps.optuna_adapter import TrialsView
 from mgpu_slurm.sweeps.scheduling import samplers
+from mgpu_slurm.sweeps.scheduling.judged_values import judged
 from mgpu_slurm.sweeps.scheduling.observations import COPY_OF
 from mgpu_slurm.sweeps.scheduling.rungs import values_at
 from mgpu_slurm.sweeps.scheduling.scheduler import Entry, EntryState, Scheduler, Snapshot
@@ -114,7 +115,8 @@ class Snapshots:
     def __init__(self, study: Study, scheduler: Scheduler) -> None:
         self._study = study
         self._scheduler = scheduler
-        self._seen: dict[int, tuple[FrozenTrial, Entry]] = {}
+        self._seen: dict[int, tuple[FrozenTrial, FrozenTrial, Entry]] = {}
+        """Trials, how they are judged, and their entries."""
 
     def take(self, trials: int | None, is_over: bool = False) -> Snapshot:
         """Return the state of the study's own trials now.
@@ -125,26 +127,30 @@ class Snapshots:
         """
         own = [each for each in self._study.get_trials(deepcopy=False) if ORIGIN not in each.system_attrs]
         entries: dict[int, Entry] = {}
+        judged_trials = []
         waits = False
         for number, trial in enumerate(own):
+            _, judged_trial, entry = self._look(number, trial)
+            judged_trials.append(judged_trial)
             if trial.state == TrialState.WAITING and SECONDS not in trial.system_attrs:
                 # it was queued, and has not begun
                 waits = True
-                continue
-            entries[number] = self._entry(number, trial)
+            else:
+                entries[number] = entry
         may_begin = not is_over and (waits or trials is None or len(own) < trials)
-        return Snapshot(entries, trials, may_begin, is_over, OwnTrials(self._study, own))
+        return Snapshot(entries, trials, may_begin, is_over, OwnTrials(self._study, judged_trials))
 
     def trial(self, number: int) -> FrozenTrial:
         """Return a trial of the last snapshot by its number there."""
         return self._seen[number][0]
 
-    def _entry(self, number: int, trial: FrozenTrial) -> Entry:
+    def _look(self, number: int, trial: FrozenTrial) -> tuple[FrozenTrial, FrozenTrial, Entry]:
         seen = self._seen.get(number)
         # storages replace a trial that changes
         if seen is None or seen[0] is not trial:
-            seen = self._seen[number] = trial, entry_of(trial, number, self._scheduler)
-        return seen[1]
+            shown = judged(trial, self._study.directions[0])
+            seen = self._seen[number] = trial, shown, entry_of(shown, number, self._scheduler)
+        return seen
 
 
 class OwnTrials(TrialsView):

@@ -13,10 +13,11 @@ from optuna.trial import FrozenTrial, TrialState
 
 from mgpu_slurm.core.files import locked, write_whole
 from mgpu_slurm.run_folder.layout import RunFolder
-from mgpu_slurm.run_folder.record_types import SchedulePart, SweepSummary, TrialSummary
 from mgpu_slurm.run_folder.records import now
+from mgpu_slurm.run_folder.sweep_records import SchedulePart, SweepSummary, TrialSummary
 from mgpu_slurm.sweeps.optuna_adapter import FIXED_PARAMS
 from mgpu_slurm.sweeps.scheduling.construction import scheduler_of
+from mgpu_slurm.sweeps.scheduling.judged_values import is_feasible, value_of
 from mgpu_slurm.sweeps.scheduling.observations import COPY_OF
 from mgpu_slurm.sweeps.scheduling.rungs import values_at
 from mgpu_slurm.sweeps.search.parameters import Values
@@ -43,20 +44,43 @@ def own_trials(study: Study) -> list[FrozenTrial]:
     return [trial for trial in study.get_trials(deepcopy=False) if ORIGIN not in trial.system_attrs]
 
 
-def ranked(trials: Iterable[FrozenTrial], direction: str) -> list[FrozenTrial]:
-    """Return the complete trials, best first; of equal ones, the earlier first."""
-    complete = [trial for trial in trials if trial.state == TrialState.COMPLETE]
-    sign = -1 if direction == "maximize" else 1
-    return sorted(complete, key=lambda trial: (sign * _value(trial), trial.number))
+def ranked(trials: Iterable[FrozenTrial], sweep: Sweep) -> list[FrozenTrial]:
+    """Return the complete trials that violate no constraint, best first; of equal ones, the earlier first.
+
+    With several objectives, a later one counts where the earlier ones are equal.
+    """
+    complete = [trial for trial in trials if trial.state == TrialState.COMPLETE and is_feasible(trial)]
+    return sorted(complete, key=lambda trial: (*losses(trial, sweep), trial.number))
 
 
-def best_of(trials: Iterable[FrozenTrial], direction: str) -> FrozenTrial | None:
-    return next(iter(ranked(trials, direction)), None)
+def best_of(trials: Iterable[FrozenTrial], sweep: Sweep) -> FrozenTrial | None:
+    return next(iter(ranked(trials, sweep)), None)
 
 
-def _value(trial: FrozenTrial) -> float:
-    assert trial.value is not None
-    return trial.value
+def front_of(trials: Iterable[FrozenTrial], sweep: Sweep) -> list[FrozenTrial]:
+    """Return the Pareto front: the trials than which none is better in one objective and as good in all others.
+
+    They are ranked by the first objective; of equal trials, only the first is returned.
+    """
+    front: list[FrozenTrial] = []
+    found: list[tuple[float, ...]] = []
+    for trial in ranked(trials, sweep):
+        # in this order, no later trial is better than an earlier one in all objectives
+        own = losses(trial, sweep)
+        if not any(covers(other, own) for other in found):
+            front.append(trial)
+            found.append(own)
+    return front
+
+
+def losses(trial: FrozenTrial, sweep: Sweep) -> tuple[float, ...]:
+    """Return the values of a complete trial, such that lower is better."""
+    return tuple(each.loss(value) for each, value in zip(sweep.objectives, trial.values, strict=True))
+
+
+def covers(losses: Sequence[float], others: Sequence[float]) -> bool:
+    """Return whether the first are at least as good in all objectives."""
+    return all(own <= other for own, other in zip(losses, others, strict=True))
 
 
 def counts(trials: Sequence[FrozenTrial], sweep: Sweep) -> dict[str, int]:
@@ -87,7 +111,7 @@ def promotable(study: Study, sweep: Sweep, is_over: bool) -> int:
 
 def summarize(study: Study, sweep: Sweep) -> SweepSummary:
     trials = own_trials(study)
-    best = best_of(trials, sweep.direction)
+    best = best_of(trials, sweep)
     ended = [trial for trial in trials if trial.state in _ENDED and trial.datetime_complete is not None]
     ended.sort(key=lambda trial: (trial.datetime_complete, trial.number))
     over = studies.why_over(study)
@@ -95,8 +119,10 @@ def summarize(study: Study, sweep: Sweep) -> SweepSummary:
         study=sweep.study,
         metric=sweep.metric,
         direction=sweep.direction,
+        metrics={each.metric: each.direction for each in sweep.objectives} if _has_front(sweep) else None,
         trials=counts(trials, sweep),
         best=None if best is None else replace(described(best, sweep), schedule=schedule_of(best, trials, sweep)),
+        front=tuple(described(trial, sweep) for trial in front_of(trials, sweep)) if _has_front(sweep) else (),
         known=tuple(described(trial, sweep) for trial in trials if _is_known_point(trial, sweep)),
         given_back=sum(studies.was_given_back(trial, sweep) for trial in trials),
         paused=_paused(trials, sweep),
@@ -109,6 +135,10 @@ def summarize(study: Study, sweep: Sweep) -> SweepSummary:
     )
 
 
+def _has_front(sweep: Sweep) -> bool:
+    return len(sweep.objectives) > 1
+
+
 def _paused(trials: Iterable[FrozenTrial], sweep: Sweep) -> dict[str, int]:
     """Return the number of paused trials by the progress of their rung."""
     found = Counter(until_of(trial) for trial in trials if is_paused(trial, sweep.pruner))
@@ -118,7 +148,7 @@ def _paused(trials: Iterable[FrozenTrial], sweep: Sweep) -> dict[str, int]:
 def _furthest(trials: Iterable[FrozenTrial], sweep: Sweep) -> TrialSummary | None:
     """Return the best of the paused trials that have come furthest."""
     sign = -1 if sweep.direction == "maximize" else 1
-    paused = [trial for trial in trials if is_paused(trial, sweep.pruner)]
+    paused = [trial for trial in trials if is_paused(trial, sweep.pruner) and is_feasible(trial)]
     rank = {trial.number: (-until_of(trial), sign * _at_rung(trial, sweep), trial.number) for trial in paused}
     found = min(paused, key=lambda trial: rank[trial.number], default=None)
     return None if found is None else described(found, sweep)
@@ -140,13 +170,13 @@ def _is_known_point(trial: FrozenTrial, sweep: Sweep) -> bool:
     """Return whether the trial's values are from the sweep file."""
     if COPY_OF in trial.system_attrs:
         return False
-    return sweep.sampler.name != "grid" and bool(trial.system_attrs.get(FIXED_PARAMS)) and trial.value is not None
+    return sweep.sampler.name != "grid" and bool(trial.system_attrs.get(FIXED_PARAMS)) and bool(trial.values)
 
 
 def described(trial: FrozenTrial, sweep: Sweep) -> TrialSummary:
     """Return a trial as `summary.json` has it."""
     last = max(trial.intermediate_values, default=None)
-    value = trial.value
+    value = value_of(trial)
     if value is None and last is not None:
         value = trial.intermediate_values[last]
     return TrialSummary(
@@ -156,8 +186,29 @@ def described(trial: FrozenTrial, sweep: Sweep) -> TrialSummary:
         progress=last,
         params=parameters(trial, sweep),
         seconds=_length(trial),
-        reason=trial.system_attrs.get(studies.REASON, ""),
+        reason=trial.system_attrs.get(studies.REASON, "") or _violated(trial, sweep),
+        values=_values(trial, sweep),
+        infeasible=not is_feasible(trial),
     )
+
+
+def _values(trial: FrozenTrial, sweep: Sweep) -> dict[str, float] | None:
+    """Return the values of a complete trial with several objectives; None for others."""
+    if not _has_front(sweep) or trial.state != TrialState.COMPLETE:
+        return None
+    return {each.metric: value for each, value in zip(sweep.objectives, trial.values, strict=True)}
+
+
+def _violated(trial: FrozenTrial, sweep: Sweep) -> str:
+    """Return which constraints a trial violates, for people."""
+    found = trial.constraints
+    told = [
+        f"{each.metric} {each.bound + found[each.metric] * (1 if each.is_upper else -1):.6g}, not"
+        f" {'<=' if each.is_upper else '>='} {each.bound:g}"
+        for each in sweep.constraints
+        if found.get(each.metric, 0) > 0
+    ]
+    return f"infeasible: {', '.join(told)}" if told else ""
 
 
 def schedule_of(trial: FrozenTrial, trials: Sequence[FrozenTrial], sweep: Sweep) -> tuple[SchedulePart, ...]:

@@ -25,7 +25,7 @@ from optuna.trial import FrozenTrial, Trial, TrialState, create_trial
 
 from mgpu_slurm.core.errors import UserError
 from mgpu_slurm.core.files import locked
-from mgpu_slurm.run_folder.record_types import SweepOver
+from mgpu_slurm.run_folder.sweep_records import SweepOver
 from mgpu_slurm.sweeps import optuna_adapter
 from mgpu_slurm.sweeps.optuna_adapter import FIXED_PARAMS
 from mgpu_slurm.sweeps.scheduling import samplers
@@ -95,7 +95,9 @@ def create(sweep: Sweep, journal: Path, known: Sequence[FrozenTrial] = ()) -> St
     optuna_adapter.silence()
     try:
         study = optuna.create_study(
-            storage=storage_of(sweep, journal, is_new=True), study_name=sweep.study, direction=sweep.direction
+            storage=storage_of(sweep, journal, is_new=True),
+            study_name=sweep.study,
+            directions=[each.direction for each in sweep.objectives],
         )
     except optuna.exceptions.DuplicatedStudyError:
         raise UserError(f"study {sweep.study!r}: the database already has one of that name: choose another") from None
@@ -125,7 +127,8 @@ def load(sweep: Sweep, journal: Path, worker: Worker | None = None) -> Study:
 
 
 def _sampler(sweep: Sweep, worker: Worker) -> BaseSampler:
-    return sampler_of(sweep.sampler, worker.number, worker.attempt, sweep.pruner.levels, sweep.space)
+    levels, objectives = sweep.pruner.levels, len(sweep.objectives)
+    return sampler_of(sweep.sampler, worker.number, worker.attempt, levels, sweep.space, objectives)
 
 
 def queue(study: Study, points: list[Values]) -> None:

@@ -13,6 +13,8 @@ from mgpu_slurm.core.errors import UserError
 from mgpu_slurm.registry import lookup, sweep_state
 from mgpu_slurm.request.config import Config
 from mgpu_slurm.run_folder.layout import RunFolder
+from mgpu_slurm.sweeps.optuna_adapter import CONSTRAINT
+from mgpu_slurm.sweeps.scheduling.judged_values import CHANGES
 from mgpu_slurm.sweeps.search import sweep_file
 from mgpu_slurm.sweeps.search.parameters import Choice, Float, Int, Parameter, Values, label
 from mgpu_slurm.sweeps.search.space import Space
@@ -52,16 +54,20 @@ def known_trials(sweep: Sweep, name: str) -> list[FrozenTrial]:
         UserError: the earlier study has another metric or direction, or none of its trials is in this space.
     """
     _, other, known = find(name)
-    if (other.metric, other.direction) != (sweep.metric, sweep.direction):
+    if other.objectives != sweep.objectives:
         raise UserError(
-            f"warm_start {name}: it is to {other.direction} {other.metric}, and this study to {sweep.direction}"
-            f" {sweep.metric}: their trials cannot be compared"
+            f"warm_start {name}: it is to {_aims(other)}, and this study to {_aims(sweep)}: their trials cannot be"
+            " compared"
         )
     found = known.get_trials(deepcopy=False, states=(TrialState.COMPLETE, TrialState.PRUNED))
     copies = [copy for copy in (_copied(trial, other, sweep) for trial in found) if copy is not None]
     if not copies:
         raise UserError(f"warm_start {name}: none of its {len(found)} trials is in this space: remove it")
     return copies
+
+
+def _aims(sweep: Sweep) -> str:
+    return " and ".join(f"{each.direction} {each.metric}" for each in sweep.objectives)
 
 
 def _copied(trial: FrozenTrial, other: Sweep, sweep: Sweep) -> FrozenTrial | None:
@@ -75,12 +81,19 @@ def _copied(trial: FrozenTrial, other: Sweep, sweep: Sweep) -> FrozenTrial | Non
         params, distributions = fixed.params, fixed.distributions
     return create_trial(
         state=trial.state,
-        value=trial.value,
+        values=trial.values,
         params=params,
         distributions=distributions,
         intermediate_values=trial.intermediate_values,
-        system_attrs={ORIGIN: other.study},
+        system_attrs={ORIGIN: other.study} | _violations(trial, other, sweep),
     )
+
+
+def _violations(trial: FrozenTrial, other: Sweep, sweep: Sweep) -> dict[str, Any]:
+    """Return the attributes for the constraints that a trial has violated; those of another study are unknown."""
+    if other.constraints != sweep.constraints:
+        return {f"{CONSTRAINT}{each.metric}": 0.0 for each in sweep.constraints}
+    return {key: value for key, value in trial.system_attrs.items() if key == CHANGES or key.startswith(CONSTRAINT)}
 
 
 # -- grid around the best trials
@@ -98,7 +111,7 @@ def around(values: Config, name: str) -> Config:
     folder, sweep, study = find(name)
     if not isinstance(sweep.space, Space):
         raise UserError(f"--around {name}: its space is a function, whose ranges are unknown")
-    complete = summary.ranked(summary.own_trials(study), sweep.direction)
+    complete = summary.ranked(summary.own_trials(study), sweep)
     if len(complete) < LEAST_BEST:
         raise UserError(f"--around {name}: {len(complete)} of its trials are complete: it needs {LEAST_BEST}")
     best = [summary.parameters(trial, sweep) for trial in complete[: max(LEAST_BEST, _share(len(complete)))]]

@@ -103,7 +103,8 @@ def _prune(shared: WorkerStudy, trial: FrozenTrial, reason: str) -> RunFolder:
     outcomes.write(folder, outcomes.Pruned(reason, progress))
     if reason != WORSE:
         studies.blame(shared.study, trial, reason, is_own_fault=False)
-    value = trial.intermediate_values[progress]
-    optuna_adapter.end_trial(shared.study, trial, TrialState.PRUNED, value)
+    # as `Study.tell` does it
+    values = [trial.intermediate_values[progress]] if len(shared.sweep.objectives) == 1 else None
+    optuna_adapter.end_trial(shared.study, trial, TrialState.PRUNED, values)
     log_lines.say(f"trial {trial.number} was paused at progress {progress} and is pruned: {reason}")
     return folder

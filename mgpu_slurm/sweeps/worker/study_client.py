@@ -182,21 +182,17 @@ class StudyClient:
     def report(self, progress: int, metrics: dict[str, float]) -> Verdict:
         """Report the trial's metrics to the study, and return what becomes of the trial."""
         own = self._running()
+        own.metrics |= metrics
         value = metrics.get(self._sweep.metric)
         shown: dict[str, object] = {"progress": progress, "metrics": metrics}
         if own.last_value is None:
-            shown["reason"] = f"the job has not reported {self._missing(metrics)} yet" if value is None else ""
+            missing = _missing(self._sweep.metric, metrics)
+            shown["reason"] = f"the job has not reported {missing} yet" if value is None else ""
         self._shared.show(**shown)
         if self._shared.summary_is_due:
             self._shared.write_summary(at_once=False)
         # the scheduler ignores a report without the metric, which the job may report or return later
         return CONTINUE if value is None else own.report(progress, value)
-
-    def _missing(self, metrics: dict[str, float]) -> str:
-        names = sorted(metrics)
-        reported = f"; it reports {', '.join(names)}" if names else "; it reports nothing"
-        hint = nearest(self._sweep.metric, names)
-        return f"{self._sweep.metric!r}{hint if hint.startswith(' (did') else reported}"
 
     # -- the end of a trial
 
@@ -208,26 +204,30 @@ class StudyClient:
         progress: int,
         has_trained: bool = True,
     ) -> None:
-        """End the trial with its value: the job has returned.
+        """End the trial with its values: the job has returned.
 
         Args:
-            has_trained: False for an attempt that was restored at the end of its training; the value that the trial
-                reported before then counts.
+            has_trained: False for an attempt that was restored at the end of its training; the values that the trial
+                reported before then count.
         """
-        # a job function that returns one number returns the metric
-        name = "value" if list(result) == ["value"] else self._sweep.metric
-        value = reported = self._running().last_value
-        if name in result and (has_trained or reported is None):
-            value = result[name]
-        if value is None:
-            self.fail(f"the job never reported or returned the metric {self._missing(result | last_metrics)}")
-            return
-        if not math.isfinite(value):
-            self.prune(f"{self._sweep.metric} is {value}", progress)
-            return
-        if name in result:
-            result = result | {name: value}
-        self._running().complete(result, value, step, progress)
+        own = self._running()
+        if list(result) == ["value"] and len(self._sweep.objectives) == 1:
+            # a job function that returns one number returns the metric
+            result = {self._sweep.metric: result["value"]}
+        reported = last_metrics | own.metrics
+        if own.last_value is not None:
+            reported[self._sweep.metric] = own.last_value
+        found = reported | result if has_trained else result | reported
+        names = [each.metric for each in self._sweep.objectives]
+        for name in [*names, *own.unknown_constraints(found)]:
+            if name not in found:
+                self.fail(f"the job never reported or returned the metric {_missing(name, found)}")
+                return
+        for name in names:
+            if not math.isfinite(found[name]):
+                self.prune(f"{name} is {found[name]}", progress)
+                return
+        own.complete({name: found[name] for name in result}, found, step, progress)
         self._ended()
 
     def prune(self, reason: str, progress: int) -> None:
@@ -313,6 +313,13 @@ class StudyClient:
     def _running(self) -> WorkerTrial:
         assert self._trial is not None
         return self._trial
+
+
+def _missing(metric: str, metrics: dict[str, float]) -> str:
+    names = sorted(metrics)
+    reported = f"; it reports {', '.join(names)}" if names else "; it reports nothing"
+    hint = nearest(metric, names)
+    return f"{metric!r}{hint if hint.startswith(' (did') else reported}"
 
 
 def again(attempt: int) -> str:

@@ -5,7 +5,6 @@ Budgets are checked before each trial, so that running trials are finished.
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Sequence
 from datetime import datetime, timezone
@@ -18,8 +17,9 @@ from mgpu_slurm.core.files import locked
 from mgpu_slurm.registry import lookup
 from mgpu_slurm.run_folder import records
 from mgpu_slurm.run_folder.layout import RunFolder
-from mgpu_slurm.run_folder.record_types import SweepOver
+from mgpu_slurm.run_folder.sweep_records import SweepOver
 from mgpu_slurm.slurm import commands, job_identity
+from mgpu_slurm.sweeps.scheduling.judged_values import is_feasible
 from mgpu_slurm.sweeps.search.sweep_file import Sweep
 from mgpu_slurm.sweeps.search.sweep_options import Budget
 from mgpu_slurm.sweeps.study import summary
@@ -120,10 +120,7 @@ def spent(trials: Sequence[FrozenTrial], sweep: Sweep) -> str | None:
         trials: trials of the study, without those copied from an earlier study.
     """
     budget = sweep.budget
-    ended = [trial for trial in trials if trial.state == TrialState.COMPLETE and trial.value is not None]
-    if budget.target is not None and any(
-        _is_better(trial.value, budget.target, sweep, or_equal=True) for trial in ended
-    ):
+    if budget.target is not None and _reached(summary.best_of(trials, sweep), budget.target, sweep):
         return f"a trial has reached {sweep.metric} {budget.target:g}"
     if budget.patience is not None and since_best(trials, sweep) >= budget.patience:
         return f"none of {budget.patience} trials was better than the best before"
@@ -152,21 +149,21 @@ def since_best(trials: Sequence[FrozenTrial], sweep: Sweep) -> int:
     counted = (TrialState.COMPLETE,) if sweep.pruner.pauses else (TrialState.COMPLETE, TrialState.PRUNED)
     ended = [trial for trial in trials if trial.state in counted]
     ended.sort(key=lambda trial: (trial.datetime_complete or datetime.max, trial.number))
-    best = -math.inf if sweep.direction == "maximize" else math.inf
+    best: list[tuple[float, ...]] = []
     since = 0
     for trial in ended:
         since += 1
-        if trial.state == TrialState.COMPLETE and _is_better(trial.value, best, sweep):
-            assert trial.value is not None
-            best, since = trial.value, 0
+        if trial.state == TrialState.COMPLETE and is_feasible(trial):
+            losses = summary.losses(trial, sweep)
+            if not any(summary.covers(other, losses) for other in best):
+                best = [other for other in best if not summary.covers(losses, other)] + [losses]
+                since = 0
     return since
 
 
-def _is_better(value: float | None, than: float, sweep: Sweep, or_equal: bool = False) -> bool:
-    assert value is not None
-    if value == than:
-        return or_equal
-    return value > than if sweep.direction == "maximize" else value < than
+def _reached(best: FrozenTrial | None, target: float, sweep: Sweep) -> bool:
+    aim = sweep.objectives[0]
+    return best is not None and summary.losses(best, sweep)[0] <= aim.loss(target)
 
 
 def hours_since_start(folder: RunFolder) -> float:

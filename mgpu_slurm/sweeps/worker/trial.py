@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import time
+from collections.abc import Mapping
 from contextlib import nullcontext
 from typing import Any
 
@@ -16,7 +17,8 @@ from mgpu_slurm.metrics.report_socket import CONTINUE, PAUSE, SAVE, Verdict
 from mgpu_slurm.registry import cleanup
 from mgpu_slurm.run_folder import records
 from mgpu_slurm.run_folder.layout import RunFolder
-from mgpu_slurm.sweeps import hparams, optuna_adapter
+from mgpu_slurm.sweeps import front_marks, hparams, optuna_adapter
+from mgpu_slurm.sweeps.scheduling.judged_values import CHANGES, is_feasible, is_feasible_at, violations_of
 from mgpu_slurm.sweeps.scheduling.scheduler import Clone, Decision
 from mgpu_slurm.sweeps.study import outcomes, recovery
 from mgpu_slurm.sweeps.study import trial_queue as studies
@@ -61,6 +63,8 @@ class WorkerTrial:
         """Progress of the last report here."""
         self.last_value: float | None = before[max(before)] if before else None
         """Last value of the metric; None before the first report."""
+        self.metrics: dict[str, float] = {}
+        """Last value of each metric that was reported here."""
 
     def frozen(self) -> FrozenTrial:
         """Return the trial's current state in the study."""
@@ -86,10 +90,33 @@ class WorkerTrial:
         self._check_is_mine()
         if progress not in self._reported:
             # a trial that resumes from a checkpoint repeats the reports after it
-            self._trial.report(value, progress)
+            self._note_violations(self.metrics, progress)
+            optuna_adapter.report(self._study, self._trial, progress, value)
             self._reported.add(progress)
             self.has_reported = True
         return self._judge() if self._is_due(progress) else PAUSE if self._pauses else CONTINUE
+
+    def _note_violations(self, metrics: Mapping[str, float], progress: int | None = None) -> None:
+        """Store which constraints are violated, before the values at which they are.
+
+        Args:
+            progress: that of a report; None at the end of the trial.
+        """
+        if not self._sweep.constraints:
+            return
+        known = self.frozen()
+        for key, violation in violations_of(self._sweep.constraints, metrics).items():
+            if known.system_attrs.get(key) != violation:
+                optuna_adapter.set_trial_attribute(self._study, known, key, violation)
+        now = self.frozen()
+        if progress is not None and is_feasible(now) != is_feasible_at(now, progress):
+            changes = [*now.system_attrs.get(CHANGES, []), progress]
+            optuna_adapter.set_trial_attribute(self._study, now, CHANGES, changes)
+
+    def unknown_constraints(self, metrics: Mapping[str, float]) -> list[str]:
+        """Return the metrics of constraints that neither these metrics nor earlier attempts contain."""
+        known = {*metrics, *self.frozen().constraints}
+        return [each.metric for each in self._sweep.constraints if each.metric not in known]
 
     def _is_due(self, progress: int) -> bool:
         """Return whether the scheduler decides after this report."""
@@ -139,14 +166,25 @@ class WorkerTrial:
 
     # -- its end here; all raise Superseded if it is not this worker's any more
 
-    def complete(self, result: dict[str, float], value: float, step: int, progress: int) -> None:
+    def complete(self, result: dict[str, float], metrics: Mapping[str, float], step: int, progress: int) -> None:
+        """End the trial with its values.
+
+        Args:
+            result: what the job returned.
+            metrics: the last value of each metric.
+        """
+        values = {each.metric: metrics[each.metric] for each in self._sweep.objectives}
         with locked(self._sweep_folder.trials_lock):
             self._check_is_mine()
-            outcomes.write(self.folder, outcomes.Complete(result, value, step, progress))
-            self._study.tell(self._trial, value)
+            self._note_violations(metrics)
+            outcomes.write(self.folder, outcomes.Complete(result, values[self._sweep.metric], step, progress))
+            self._study.tell(self._trial, list(values.values()))
         with hparams.may_fail():
-            hparams.write_end(self.folder, self._sweep, "done", {self._sweep.metric: value})
-        self._end(f"{self._sweep.metric} {value:.6g}")
+            hparams.write_end(self.folder, self._sweep, "done", values)
+            if len(values) > 1:
+                front_marks.mark(self._sweep_folder, self._study, self._sweep)
+        told = "  ".join(f"{name} {value:.6g}" for name, value in values.items())
+        self._end(told if is_feasible(self.frozen()) else f"{told} (infeasible)")
 
     def prune(self, reason: str, progress: int) -> None:
         with locked(self._sweep_folder.trials_lock):

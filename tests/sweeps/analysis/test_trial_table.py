@@ -68,11 +68,11 @@ def test_csv_has_a_column_for_each_parameter_and_rung(tmp_path: Path) -> None:
     assert {row["params.sizes"] for row in table} <= {"[8]", "[8, 16]"}
     assert {row["params.deep"] for row in table} == {"true"}
     assert [float(row["params.x"]) for row in table] == [row.params["x"] for row in rows(folder)]
-    best, *_ = trial_table.best_first(rows(folder), sweep_of(folder))
+    (best,) = trial_table.rows(study_of(folder), sweep_of(folder), folder, top=1)
     assert best.number == 1
 
 
 def test_study_without_trials_says_so(tmp_path: Path) -> None:
     folder = make(tmp_path, enqueue=[{"x": 0.5}])
     assert trial_table.lines(rows(folder), sweep_of(folder)) == ["no trial has begun yet"]
-    assert trial_table.as_csv([]) == "number,state,value,seconds,worker,reason\n"
+    assert trial_table.as_csv([]) == "number,state,value,seconds,worker,reason,infeasible\n"

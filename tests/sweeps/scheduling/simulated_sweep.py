@@ -166,7 +166,7 @@ class SimulatedSweep:
             optuna_adapter.set_trial_state(self.study, self._trial(number), TrialState.PRUNED)
         elif last == self.epochs:
             value = self._trial(number).intermediate_values[last]
-            optuna_adapter.end_trial(self.study, self._trial(number), TrialState.COMPLETE, value)
+            optuna_adapter.end_trial(self.study, self._trial(number), TrialState.COMPLETE, [value])
         else:
             return True
         return False

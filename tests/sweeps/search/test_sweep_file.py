@@ -145,9 +145,19 @@ def change(**changes: Any) -> dict[str, Any]:
 PBT: dict[str, Any] = {"name": "pbt", "interval": 2, "max_resource": 9, "perturb": ["lr"]}
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "metric and metrics": (change(metrics={"score": "maximize"}), "metrics: it contains metric and direction"),
+    "no metric": (without("metric"), "no metric: add `metric: NAME`"),
+    "metrics without a direction": (
+        change(metric=None, metrics={"score": "up"}),
+        "metrics.score='up': expected 'maximize' or 'minimize'",
+    ),
+    "cmaes for several metrics": (
+        change(metric=None, metrics={"a": "maximize", "b": "minimize"}, sampler="cmaes"),
+        "sampler cmaes: it takes one metric: choose tpe, random, grid, gp",
+    ),
+    "bound that is no number": (change(constraints={"gib": 70}), "constraints"),
     "missing study": (without("study"), "'study' has no default and was not given"),
     "invalid study name": (change(study="a/b"), "run name 'a/b'"),
-    "missing metric": (without("metric"), "'metric' has no default"),
     "unknown key": (change(trails=3), "unknown key 'trails' (did you mean 'trials'?)"),
     "no stopping condition": (without("trials"), "no stopping condition: add `trials:`"),
     "zero trials": (change(trials=0), "trials 0: expected at least 1"),

@@ -17,15 +17,16 @@ from tests.sweeps.sweeps import begin, finish, leave, make, study_of, sweep_of, 
 
 
 @pytest.mark.parametrize(("direction", "best"), [("maximize", 1), ("minimize", 3)])
-def test_best_trial_is_the_first_with_the_best_value(direction: str, best: int) -> None:
+def test_best_trial_is_the_first_with_the_best_value(tmp_path: Path, direction: str, best: int) -> None:
+    sweep = sweep_of(make(tmp_path, direction=direction))
     trials = [create_trial(value=value) for value in (0.5, 0.9, 0.9, 0.1, 0.1)]
     trials.append(create_trial(state=TrialState.PRUNED, value=7.0))
     for number, trial in enumerate(trials):
         trial.number = number
-    found = summary.best_of(trials, direction)
+    found = summary.best_of(trials, sweep)
     assert found is not None
     assert found.number == best
-    assert summary.best_of(trials[-1:], direction) is None
+    assert summary.best_of(trials[-1:], sweep) is None
 
 
 def test_trials_are_shown_with_the_parameters_the_job_received(tmp_path: Path) -> None:

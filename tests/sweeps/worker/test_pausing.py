@@ -14,7 +14,7 @@ from mgpu_slurm.metrics.report_socket import CONTINUE, PAUSE, Verdict
 from mgpu_slurm.rank.signals import Stop
 from mgpu_slurm.registry import sweep_state
 from mgpu_slurm.run_folder.layout import RunFolder
-from mgpu_slurm.run_folder.record_types import SweepOver
+from mgpu_slurm.run_folder.sweep_records import SweepOver
 from mgpu_slurm.sweeps.analysis.best_trial import best
 from mgpu_slurm.sweeps.study import recovery, summary
 from mgpu_slurm.sweeps.study import trial_queue as studies
