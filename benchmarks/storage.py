@@ -27,7 +27,7 @@ from benchmarks.report import Row, Section
 from mgpu_slurm.sweeps.search import sweep_file as files
 from mgpu_slurm.sweeps.search.sweep_file import Sweep
 from mgpu_slurm.sweeps.study import trial_queue as studies
-from mgpu_slurm.sweeps.study.trial_queue import Worker
+from mgpu_slurm.sweeps.study.claims import Worker
 from tests.on_slurm.packages import DATABASE_PASSWORD
 from tests.postgresql import Server, server
 

@@ -127,8 +127,8 @@ def _list_trials(
     import json
 
     from mgpu_slurm.core.files import without_nan, write_whole
+    from mgpu_slurm.sweeps import warm_start
     from mgpu_slurm.sweeps.analysis import trial_table
-    from mgpu_slurm.sweeps.study import warm_start
 
     folder, sweep, study = warm_start.find(name)
     found = trial_table.rows(study, sweep, folder, top)
@@ -152,9 +152,9 @@ def importance(name: str, as_json: bool) -> None:
     """Show which parameters of a sweep matter, and what to change in its next one."""
     from dataclasses import asdict
 
+    from mgpu_slurm.sweeps import warm_start
     from mgpu_slurm.sweeps.analysis import hints
     from mgpu_slurm.sweeps.analysis import importance as importances
-    from mgpu_slurm.sweeps.study import warm_start
 
     _, sweep, study = warm_start.find(name)
     found = importances.importance(study, sweep)

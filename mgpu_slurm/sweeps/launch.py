@@ -24,12 +24,12 @@ from mgpu_slurm.slurm.sbatch import MayBeQueued
 from mgpu_slurm.submission import submit as submitting
 from mgpu_slurm.submission.plan import Plan, Request
 from mgpu_slurm.submission.resume_overrides import Change
-from mgpu_slurm.sweeps import hparams, optuna_adapter
+from mgpu_slurm.sweeps import hparams, optuna_adapter, warm_start
 from mgpu_slurm.sweeps.search import space as spaces
 from mgpu_slurm.sweeps.search import space_function, sweep_file
 from mgpu_slurm.sweeps.search.parameters import Values, kept
 from mgpu_slurm.sweeps.search.sweep_file import Sweep
-from mgpu_slurm.sweeps.study import recovery, summary, warm_start
+from mgpu_slurm.sweeps.study import recovery, summary
 from mgpu_slurm.sweeps.study import trial_queue as studies
 from mgpu_slurm.sweeps.sweep_checks import (
     change_of,

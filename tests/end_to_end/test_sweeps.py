@@ -376,7 +376,10 @@ def test_sweep_with_several_metrics_lists_the_front_of_what_its_constraints_allo
     assert "front     score 1.2  size 40  (trial 1)  x=0.4\n          score 0.6  size 20  (trial 0)  x=0.2\n" in told
     assert [each["number"] for each in facts_of(project)["front"]] == [1, 0]
     refused = project.call("best", "study", "--yaml")
-    assert (refused.returncode, refused.stderr) == (2, "mgpu-slurm: --yaml: study study has 2 best trials: add --trial N\n")
+    assert (refused.returncode, refused.stderr) == (
+        2,
+        "mgpu-slurm: --yaml: study study has 2 best trials: add --trial N\n",
+    )
     assert yaml.safe_load(project.call("best", "study", "--trial", "0", "--yaml").stdout) == {"x": 0.2}
     assert "infeasible: gib 6, not <= 5" in project.call("best", "study", "--trial", "2").stdout
     assert [trial.constraints for trial in trials_of(folder)] == [{"gib": -3.0}, {"gib": -1.0}, {"gib": 1.0}]

@@ -26,6 +26,7 @@ from mgpu_slurm.run_folder.layout import RunFolder
 from mgpu_slurm.run_folder.record_types import RunState
 from mgpu_slurm.sweeps.scheduling import samplers
 from mgpu_slurm.sweeps.search import sweep_file
+from mgpu_slurm.sweeps.study import claims as claiming
 from mgpu_slurm.sweeps.study import trial_queue as studies
 from tests.on_slurm.cluster import Cluster
 from tests.support import Project, wait_until
@@ -141,7 +142,7 @@ def test_two_node_worker_continues_after_time_limit_and_preemption(project: Proj
         # the trial after it has the processes of its last attempt
         assert pids(folder.of_trial(1).path, rank) == pids(trial, rank)[2:]
     assert [worker.attempts for worker in workers(folder)] == [3]
-    assert not [trial for trial in trials_of(folder) if studies.LOSSES in trial.system_attrs]
+    assert not [trial for trial in trials_of(folder) if claiming.LOSSES in trial.system_attrs]
 
 
 def test_worker_on_a_broken_node_leaves_its_trials_to_the_others(project: Project) -> None:
@@ -287,7 +288,7 @@ def test_no_trial_is_lost_or_counted_twice_whatever_happens(project: Project, cl
         own = folder.of_trial(trial.number).path
         assert {line["x"] for line in seen(own) if "x" in line} == {trial.params["x"].hex()}
         # no epoch is done twice, but for the one in which a rank was killed
-        done, is_lost = epochs(own), studies.LOSSES in trial.system_attrs
+        done, is_lost = epochs(own), claiming.LOSSES in trial.system_attrs
         how = chaos.disturbed.get(trial.number)
         if how is None:
             assert (done, is_lost) == ({1: [1, 2, 3, 4]}, False)

@@ -22,7 +22,7 @@ from mgpu_slurm.sweeps.search.parameters import Values
 from mgpu_slurm.sweeps.search.space import Space
 from mgpu_slurm.sweeps.search.sweep_file import Sweep
 from mgpu_slurm.sweeps.study import trial_queue as studies
-from mgpu_slurm.sweeps.study.trial_queue import Worker
+from mgpu_slurm.sweeps.study.claims import Worker
 from tests.metrics.event_files import ended_run
 
 SPACE = {

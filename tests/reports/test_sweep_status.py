@@ -9,8 +9,8 @@ from mgpu_slurm.core.files import write_json
 from mgpu_slurm.reports import sweep_status
 from mgpu_slurm.run_folder import states
 from mgpu_slurm.run_folder.records import read_state
+from mgpu_slurm.sweeps.study import claims as claiming
 from mgpu_slurm.sweeps.study import summary
-from mgpu_slurm.sweeps.study import trial_queue as studies
 from tests.reports.sweeps import make_sweep
 
 
@@ -28,7 +28,7 @@ def test_last_failure_is_shown_with_its_log_folder(tmp_path: Path) -> None:
     made = make_sweep(tmp_path)
     for reason in ("ValueError: first", "ValueError: second"):
         number = made.begin()
-        studies.fail(made.study, made.study.trials[number], reason)
+        claiming.fail(made.study, made.study.trials[number], reason)
     write_json(made.folder.summary, summary.summarize(made.study, made.sweep).to_json())
     told = sweep_status.lines(made.folder, [read_state(made.folder)])
     assert [line for line in told if line.startswith("failed")] == [

@@ -16,8 +16,8 @@ from mgpu_slurm.run_folder import records
 from mgpu_slurm.run_folder.layout import RunFolder
 from mgpu_slurm.sweeps.search.parameters import Values
 from mgpu_slurm.sweeps.search.sweep_file import Sweep
+from mgpu_slurm.sweeps.study import claims as claiming
 from mgpu_slurm.sweeps.study import summary
-from mgpu_slurm.sweeps.study import trial_queue as studies
 from mgpu_slurm.sweeps.study.snapshots import own_values_at
 
 
@@ -63,7 +63,7 @@ def _row(trial: FrozenTrial, sweep: Sweep, folder: RunFolder) -> TrialRow:
     found = summary.described(trial, sweep)
     rungs = sweep.pruner.rungs
     values = own_values_at(rungs, trial)
-    workers = list(studies.claims(trial))
+    workers = list(claiming.claims(trial))
     return TrialRow(
         number=trial.number,
         state=found.state,

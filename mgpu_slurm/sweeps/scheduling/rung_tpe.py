@@ -7,7 +7,7 @@ whatever it does now: it may be paused, pruned later, or still run. Points of a 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,7 @@ from optuna.samplers import RandomSampler
 from optuna.study import Study
 from optuna.trial import FrozenTrial
 
-from mgpu_slurm.sweeps.optuna_adapter import FIXED_PARAMS, StudyView, TrialsView, trial_count
+from mgpu_slurm.sweeps.optuna_adapter import FIXED_PARAMS, TrialsView, trial_count
 from mgpu_slurm.sweeps.scheduling.observations import Observations
 from mgpu_slurm.sweeps.scheduling.samplers import LearningTpe
 from mgpu_slurm.sweeps.search.parameters import Choice, Float, Int, Parameter, Values, kept
@@ -38,7 +38,7 @@ class _Known:
 
     number: int
     """The number of that trial."""
-    shown: StudyView | None
+    shown: TrialsView | None
     """The study as TPE sees it; None while too few trials have a value."""
     space: Space
     is_whole: bool
@@ -139,11 +139,18 @@ class RungTpe(LearningTpe):
     ) -> dict[str, Any]:
         """Return values for these parameters; at random while too little is known."""
         if known.shown is None:
-            return {name: self._random.sample_independent(study, trial, name, each) for name, each in space.items()}
-        if self._draws_together:
-            return self.draw(known.shown, trial, space) if space else {}
+            return self._at_random(study, trial, space)
         shown = known.shown
-        return {name: self.draw(shown, trial, {name: each})[name] for name, each in space.items()}
+        if not self._draws_together:
+            return {name: self.draw(shown, trial, {name: each})[name] for name, each in space.items()}
+        drawn: dict[str, Any] = {}
+        for names, view in _groups(study, shown, space):
+            part = {name: space[name] for name in names}
+            drawn |= self._at_random(study, trial, part) if view is None else self.draw(view, trial, part)
+        return drawn
+
+    def _at_random(self, study: Study, trial: FrozenTrial, space: dict[str, BaseDistribution]) -> dict[str, Any]:
+        return {name: self._random.sample_independent(study, trial, name, each) for name, each in space.items()}
 
     def _new_point(self, study: Study, trial: FrozenTrial, known: _Known) -> Values:
         """Return a point, in the study's form, that no other trial has while there is one."""
@@ -218,6 +225,29 @@ class RungTpe(LearningTpe):
                 params = self.parameters_of(study, each) or each.system_attrs.get(FIXED_PARAMS, {})
                 found.add(key_of(space, params))
         return found
+
+
+def _groups(
+    study: Study, shown: TrialsView, space: Mapping[str, BaseDistribution]
+) -> Iterator[tuple[Sequence[str], TrialsView | None]]:
+    """Yield the parameters that are drawn together, with the study that shows what is good for them; None if too few
+    trials have them.
+
+    That is one group, unless most trials are from an earlier study that lacked some of the parameters.
+    """
+    ended = [each for each in shown.trials_shown if each.state.is_finished()]
+    whole = sum(space.keys() <= each.params.keys() for each in ended)
+    if 2 * whole >= len(ended):
+        if space:
+            yield list(space), shown
+        return
+    groups: dict[tuple[bool, ...], list[str]] = {}
+    for name in space:
+        groups.setdefault(tuple(name in each.params for each in ended), []).append(name)
+    for has, names in groups.items():
+        with_them = {each.number for each, is_there in zip(ended, has, strict=True) if is_there}
+        observed = [each for each in shown.trials_shown if not each.state.is_finished() or each.number in with_them]
+        yield names, TrialsView(study, observed) if len(with_them) >= ENOUGH else None
 
 
 # -- the points of a finite space

@@ -34,15 +34,15 @@ class Space:
                 values[parameter.name] = parameter.suggest(trial)
         return values
 
-    def takes(self, values: Values) -> bool:
-        """Return whether a trial may have exactly these values."""
-        active: Values = {}
+    def part(self, values: Values) -> Values | None:
+        """Return those of another space's values that belong to parameters of this one; None if any is out of range."""
+        found: Values = {}
         for parameter in self.parameters:
-            if parameter.is_active(active):
-                if parameter.name not in values or not parameter.takes(values[parameter.name]):
-                    return False
-                active[parameter.name] = values[parameter.name]
-        return active.keys() == values.keys()
+            if parameter.is_active(found) and parameter.name in values:
+                if not parameter.takes(values[parameter.name]):
+                    return None
+                found[parameter.name] = values[parameter.name]
+        return found or None
 
     def restored(self, params: Values) -> Values:
         """Return a trial's parameters as passed to the job, from their form in the study."""

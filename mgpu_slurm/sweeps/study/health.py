@@ -11,7 +11,7 @@ from optuna.trial import FrozenTrial, TrialState
 
 from mgpu_slurm.sweeps.scheduling import samplers
 from mgpu_slurm.sweeps.scheduling.samplers import Doubt
-from mgpu_slurm.sweeps.study import trial_queue as studies
+from mgpu_slurm.sweeps.study import claims as claiming
 
 FIRST_FAILURES = 5
 """Number of trials (or all, if fewer) that end the sweep if they fail with the same error and none has gone well."""
@@ -59,7 +59,7 @@ def common_failure(trials: Sequence[FrozenTrial], limit: int | None) -> str | No
         if len(failed) == 1
         else f"the first {len(failed)} trials all failed with the same error"
     )
-    return f"{alike}: {failed[-1].system_attrs.get(studies.REASON)}"
+    return f"{alike}: {failed[-1].system_attrs.get(claiming.REASON)}"
 
 
 def is_suspect(trials: Sequence[FrozenTrial], place: Place) -> bool:
@@ -71,11 +71,11 @@ def awaits_others(trials: Sequence[FrozenTrial]) -> bool:
     """Return whether a worker whose last trial did not fail is running a trial that has not reported yet."""
     failing = {worker for worker, trial in _last_ended(trials).items() if trial.state == TrialState.FAIL}
     silent = [trial for trial in trials if trial.state == TrialState.RUNNING and not trial.intermediate_values]
-    return any(failing.isdisjoint(studies.claims(trial)) for trial in silent)
+    return any(failing.isdisjoint(claiming.claims(trial)) for trial in silent)
 
 
 def workers_with_trials(trials: Sequence[FrozenTrial]) -> set[int]:
-    return {worker for trial in trials for worker in studies.claims(trial)}
+    return {worker for trial in trials for worker in claiming.claims(trial)}
 
 
 def is_doubtful(trials: Sequence[FrozenTrial], place: Place, trial: FrozenTrial, reason: str) -> bool:
@@ -124,7 +124,7 @@ def _doubt_of(trial: FrozenTrial, place: Place) -> Doubt | None:
 def _verdict(trial: FrozenTrial, place: Place) -> bool | None:
     """Return whether a trial that failed there goes well elsewhere; None while unknown."""
     doubt = _doubt_of(trial, place)
-    if doubt is None or place.worker in studies.claims(trial):
+    if doubt is None or place.worker in claiming.claims(trial):
         return None
     if samplers.has_failed(trial):
         return False
@@ -144,13 +144,13 @@ def _streak(trials: Sequence[FrozenTrial], place: Place) -> list[FrozenTrial]:
 
 
 def _ended_at(trials: Sequence[FrozenTrial], place: Place) -> list[FrozenTrial]:
-    own = [trial for trial in trials if place.worker in studies.claims(trial)]
+    own = [trial for trial in trials if place.worker in claiming.claims(trial)]
     return [trial for trial in _by_end(own) if _begun(trial) >= place.since]
 
 
 def _last_ended(trials: Sequence[FrozenTrial]) -> dict[int, FrozenTrial]:
     """Return the trial that ended last for each worker."""
-    return {worker: trial for trial in _by_end(trials) for worker in studies.claims(trial)}
+    return {worker: trial for trial in _by_end(trials) for worker in claiming.claims(trial)}
 
 
 def _by_end(trials: Sequence[FrozenTrial]) -> list[FrozenTrial]:
@@ -164,7 +164,7 @@ def _begun(trial: FrozenTrial) -> datetime:
 
 
 def _kind_of(trial: FrozenTrial) -> str:
-    return _kind(trial.system_attrs.get(studies.REASON, ""))
+    return _kind(trial.system_attrs.get(claiming.REASON, ""))
 
 
 def _kind(reason: str) -> str:

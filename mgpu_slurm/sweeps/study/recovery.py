@@ -20,8 +20,8 @@ from mgpu_slurm.run_folder.layout import RunFolder
 from mgpu_slurm.run_folder.record_types import RunState
 from mgpu_slurm.sweeps import hparams, optuna_adapter
 from mgpu_slurm.sweeps.search.sweep_file import Sweep
+from mgpu_slurm.sweeps.study import claims as claiming
 from mgpu_slurm.sweeps.study import outcomes
-from mgpu_slurm.sweeps.study import trial_queue as studies
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ def recover(study: Study, folder: RunFolder, sweep: Sweep, note: Note = quiet) -
         return []
     found = {member.task: state for member, state in current_state.current([folder], note)}
     orphans = [
-        trial for trial in suspects if not any(_may_live(found, *each) for each in studies.claims(trial).items())
+        trial for trial in suspects if not any(_may_live(found, *each) for each in claiming.claims(trial).items())
     ]
     if not orphans:
         return []
@@ -82,14 +82,14 @@ def recover(study: Study, folder: RunFolder, sweep: Sweep, note: Note = quiet) -
             trial
             for trial in orphans
             # another worker may have done it meanwhile
-            if trial.number in now and studies.claims(now[trial.number]) == studies.claims(trial)
+            if trial.number in now and claiming.claims(now[trial.number]) == claiming.claims(trial)
         ]
         for trial in left:
-            if claims := studies.claims(trial):
+            if claims := claiming.claims(trial):
                 release(study, folder, trial, _death(folder, found, claims), sweep)
             else:
                 # a worker died while giving it back or releasing it
-                studies.give_back(study, trial)
+                claiming.give_back(study, trial)
     return [trial.number for trial in left]
 
 
@@ -107,14 +107,14 @@ def release(study: Study, folder: RunFolder, trial: FrozenTrial, death: Death, s
     The caller must hold the lock.
     """
     own = _made(folder.of_trial(trial.number))
-    lost = sorted({*trial.system_attrs.get(studies.LOSSES, []), records.attempts_started(own)})
+    lost = sorted({*trial.system_attrs.get(claiming.LOSSES, []), records.attempts_started(own)})
     reason = death.reason if death.is_trials_fault else f"{death.reason} ({len(lost)} of {sweep.max_retries + 1} times)"
     if death.is_trials_fault or len(lost) > sweep.max_retries:
         fail(study, own, trial, death, sweep, told=reason)
         return True
     records.record_event(own, "lost", reason=reason)
-    optuna_adapter.set_trial_attribute(study, trial, studies.LOSSES, lost)
-    studies.give_back(study, trial)
+    optuna_adapter.set_trial_attribute(study, trial, claiming.LOSSES, lost)
+    claiming.give_back(study, trial)
     return False
 
 
@@ -129,7 +129,7 @@ def fail(
         told: the reason with details of this trial, for its folder.
     """
     outcomes.write(_made(folder), outcomes.Failed(told or death.reason))
-    studies.fail(study, trial, death.reason, death.is_trials_fault)
+    claiming.fail(study, trial, death.reason, death.is_trials_fault)
     with hparams.may_fail():
         hparams.write_end(folder, sweep, "failed")
 

@@ -23,6 +23,7 @@ from mgpu_slurm.sweeps.scheduling.rungs import values_at
 from mgpu_slurm.sweeps.search.parameters import Values
 from mgpu_slurm.sweeps.search.space import Space
 from mgpu_slurm.sweeps.search.sweep_file import Sweep
+from mgpu_slurm.sweeps.study import claims as claiming
 from mgpu_slurm.sweeps.study import trial_queue as studies
 from mgpu_slurm.sweeps.study.snapshots import (
     ORIGIN,
@@ -186,7 +187,7 @@ def described(trial: FrozenTrial, sweep: Sweep) -> TrialSummary:
         progress=last,
         params=parameters(trial, sweep),
         seconds=_length(trial),
-        reason=trial.system_attrs.get(studies.REASON, "") or _violated(trial, sweep),
+        reason=trial.system_attrs.get(claiming.REASON, "") or _violated(trial, sweep),
         values=_values(trial, sweep),
         infeasible=not is_feasible(trial),
     )
@@ -236,7 +237,7 @@ def _length(trial: FrozenTrial) -> float | None:
     if trial.datetime_start is None or trial.datetime_complete is None:
         return None
     before: float = trial.system_attrs.get(SECONDS, 0.0)
-    if before and not studies.claims(trial):
+    if before and not claiming.claims(trial):
         # no worker had it when it ended: it was pruned while it was paused
         return before
     return before + (trial.datetime_complete - trial.datetime_start).total_seconds()

@@ -11,8 +11,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import asdict, dataclass
-from datetime import datetime
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,6 @@ from mgpu_slurm.core.files import locked
 from mgpu_slurm.run_folder.sweep_records import SweepOver
 from mgpu_slurm.sweeps import optuna_adapter
 from mgpu_slurm.sweeps.optuna_adapter import FIXED_PARAMS
-from mgpu_slurm.sweeps.scheduling import samplers
 from mgpu_slurm.sweeps.scheduling.construction import sampler_of, scheduler_of
 from mgpu_slurm.sweeps.scheduling.observations import COPY_OF
 from mgpu_slurm.sweeps.scheduling.rung_tpe import RungTpe
@@ -37,11 +35,11 @@ from mgpu_slurm.sweeps.search.parameters import Values, kept
 from mgpu_slurm.sweeps.search.perturbation import perturbed
 from mgpu_slurm.sweeps.search.space import Space
 from mgpu_slurm.sweeps.search.sweep_file import Sweep
+from mgpu_slurm.sweeps.study.claims import Worker, claim
 from mgpu_slurm.sweeps.study.journal import JournalFile
 from mgpu_slurm.sweeps.study.snapshots import (
     ORIGIN,
     SECONDS,
-    SETTLED,
     SOURCE,
     UNTIL,
     CopyOf,
@@ -51,35 +49,11 @@ from mgpu_slurm.sweeps.study.snapshots import (
 )
 from mgpu_slurm.sweeps.study.storage import storage_of
 
-_CLAIM = "mgpu:claim:"
-
-REASON = "mgpu:reason"
-"""Attribute of a trial that failed or was pruned: the reason."""
-
-LOSSES = "mgpu:losses"
-"""Attribute of a trial: its attempts in which the worker died, or left without a checkpoint."""
-
-SIZE = "mgpu:size"
-"""Attribute of a paused trial: bytes of its checkpoints."""
-
 OVER = "mgpu:over"
 """Attribute of a study: a `SweepOver`."""
 
 ORIGINS = "mgpu:origins"
 """Attribute of a study: the number of such trials."""
-
-
-@dataclass(frozen=True)
-class Worker:
-    """One attempt of a sweep's worker."""
-
-    number: int
-    attempt: int
-
-    @property
-    def claim(self) -> str:
-        """Name of the attribute by which a trial names this worker."""
-        return f"{_CLAIM}{self.number}"
 
 
 def create(sweep: Sweep, journal: Path, known: Sequence[FrozenTrial] = ()) -> Study:
@@ -272,7 +246,7 @@ def _promote(study: Study, worker: Worker, trial: FrozenTrial) -> int:
     It is taken first: once it may run to the next rung, a worker without the lock could take it as given back. If this
     worker dies in between, it is found at its rung, and paused as before.
     """
-    _claim(study, worker, trial)
+    claim(study, worker, trial)
     grant(study, trial)
     return optuna_adapter.id_of(trial)
 
@@ -299,22 +273,9 @@ def _take_waiting(
         with suppress(UpdateFinishedTrialError):
             if scheduler is not None and (first := scheduler.first_rung(own_number(study, trial))):
                 optuna_adapter.set_trial_attribute(study, trial, UNTIL, first)
-            if _claim(study, worker, trial):
+            if claim(study, worker, trial):
                 return optuna_adapter.id_of(trial)
     return None
-
-
-def _claim(study: Study, worker: Worker, trial: FrozenTrial) -> bool:
-    """Take a waiting trial; return whether no other worker was faster.
-
-    The worker writes its claim first, so that a running trial always names its worker, even if that worker dies at the
-    same moment.
-    """
-    optuna_adapter.set_trial_attribute(study, trial, worker.claim, worker.attempt)
-    is_mine = optuna_adapter.set_trial_state(study, trial, TrialState.RUNNING)
-    if not is_mine:
-        optuna_adapter.set_trial_attribute(study, trial, worker.claim, None)
-    return is_mine
 
 
 def _by_turn(trials: list[FrozenTrial], worker: Worker) -> Iterator[FrozenTrial]:
@@ -340,63 +301,6 @@ def was_given_back(trial: FrozenTrial, sweep: Sweep) -> bool:
     """Return whether the trial was begun before and waits to be resumed by the next worker."""
     has_begun = trial.state == TrialState.WAITING and not _was_queued(trial)
     return has_begun and not is_paused(trial, sweep.pruner)
-
-
-def claims(trial: FrozenTrial) -> dict[int, int]:
-    """Return who may be running the trial: attempts by worker number."""
-    attributes = trial.system_attrs.items()
-    return {int(key[len(_CLAIM) :]): value for key, value in attributes if key.startswith(_CLAIM) and value is not None}
-
-
-def give_back(study: Study, trial: FrozenTrial) -> None:
-    """Queue an unfinished running trial again; it keeps its number and belongs to no worker."""
-    assert trial.datetime_start is not None
-    seconds = trial.system_attrs.get(SECONDS, 0.0) + (datetime.now() - trial.datetime_start).total_seconds()
-    optuna_adapter.set_trial_attribute(study, trial, SECONDS, seconds)
-    _disclaim(study, trial)
-    optuna_adapter.set_trial_state(study, trial, TrialState.WAITING)
-
-
-def pause(study: Study, trial: FrozenTrial, size: int) -> None:
-    """Let a running trial wait at its rung.
-
-    Args:
-        size: bytes of its checkpoints.
-    """
-    optuna_adapter.set_trial_attribute(study, trial, SIZE, size)
-    if samplers.DOUBT in trial.system_attrs:
-        optuna_adapter.set_trial_attribute(study, trial, SETTLED, True)
-    give_back(study, trial)
-
-
-def doubt(study: Study, trial: FrozenTrial, worker: Worker, reason: str) -> None:
-    """Give back a trial that failed, so that another worker shows whether it fails there too."""
-    time = datetime.now().astimezone().isoformat()
-    doubt = samplers.Doubt(worker.number, time, reason, reports=len(trial.intermediate_values))
-    optuna_adapter.set_trial_attribute(study, trial, samplers.DOUBT, asdict(doubt))
-    give_back(study, trial)
-
-
-def fail(study: Study, trial: FrozenTrial, reason: str, is_own_fault: bool = False) -> None:
-    """End a trial without a value; `is_own_fault` as for `blame`."""
-    blame(study, trial, reason, is_own_fault)
-    optuna_adapter.set_trial_state(study, trial, TrialState.FAIL)
-
-
-def blame(study: Study, trial: FrozenTrial, reason: str, is_own_fault: bool) -> None:
-    """Record why a trial has no value.
-
-    Args:
-        is_own_fault: whether its own code is the cause and would fail again; the sampler then avoids its parameters.
-    """
-    optuna_adapter.set_trial_attribute(study, trial, REASON, reason)
-    if is_own_fault:
-        optuna_adapter.set_trial_attribute(study, trial, samplers.OWN_FAULT, True)
-
-
-def _disclaim(study: Study, trial: FrozenTrial) -> None:
-    for number in claims(trial):
-        optuna_adapter.set_trial_attribute(study, trial, f"{_CLAIM}{number}", None)
 
 
 def note(study: Study, key: str, value: Any) -> None:

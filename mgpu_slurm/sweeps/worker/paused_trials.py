@@ -15,6 +15,7 @@ from mgpu_slurm.run_folder.layout import RunFolder
 from mgpu_slurm.sweeps import hparams, optuna_adapter
 from mgpu_slurm.sweeps.scheduling.scheduler import EntryState, Snapshot
 from mgpu_slurm.sweeps.search.sweep_file import Sweep
+from mgpu_slurm.sweeps.study import claims as claiming
 from mgpu_slurm.sweeps.study import outcomes
 from mgpu_slurm.sweeps.study import trial_queue as studies
 from mgpu_slurm.sweeps.worker.worker_study import WorkerStudy
@@ -91,7 +92,7 @@ def _too_large(shared: WorkerStudy, snapshot: Snapshot, besides: set[int]) -> It
 
 def _size(shared: WorkerStudy, number: int) -> int:
     trial = shared.snapshots.trial(number)
-    known: int | None = trial.system_attrs.get(studies.SIZE)
+    known: int | None = trial.system_attrs.get(claiming.SIZE)
     # one whose worker died at its rung has not been measured
     return cleanup.size_of(shared.sweep_folder.of_trial(trial.number).checkpoints) if known is None else known
 
@@ -102,7 +103,7 @@ def _prune(shared: WorkerStudy, trial: FrozenTrial, reason: str) -> RunFolder:
     progress = max(trial.intermediate_values)
     outcomes.write(folder, outcomes.Pruned(reason, progress))
     if reason != WORSE:
-        studies.blame(shared.study, trial, reason, is_own_fault=False)
+        claiming.blame(shared.study, trial, reason, is_own_fault=False)
     # as `Study.tell` does it
     values = [trial.intermediate_values[progress]] if len(shared.sweep.objectives) == 1 else None
     optuna_adapter.end_trial(shared.study, trial, TrialState.PRUNED, values)

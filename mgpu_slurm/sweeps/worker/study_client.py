@@ -28,6 +28,7 @@ from mgpu_slurm.sweeps.search import space_function, trial_command
 from mgpu_slurm.sweeps.search.parameters import Values
 from mgpu_slurm.sweeps.search.space import Space
 from mgpu_slurm.sweeps.search.sweep_file import Sweep
+from mgpu_slurm.sweeps.study import claims as claiming
 from mgpu_slurm.sweeps.study import recovery
 from mgpu_slurm.sweeps.study import trial_queue as studies
 from mgpu_slurm.sweeps.study.recovery import Death
@@ -291,7 +292,7 @@ class StudyClient:
     def settle(self) -> None:
         """Release the trial that an earlier attempt of this worker left running."""
         for trial in self._study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
-            claims = studies.claims(trial)
+            claims = claiming.claims(trial)
             attempt = claims.pop(self._worker.number, self._worker.attempt)
             # if others claim it too, another worker may have been faster: `recover` checks whether they are alive
             if attempt < self._worker.attempt and not claims:
@@ -302,9 +303,9 @@ class StudyClient:
         has_failed = False
         with locked(self._folder.trials_lock):
             now = optuna_adapter.read_trial(self._study, trial)
-            is_own = now.state == TrialState.RUNNING and studies.claims(now).get(self._worker.number) == attempt
+            is_own = now.state == TrialState.RUNNING and claiming.claims(now).get(self._worker.number) == attempt
             if is_own and death.is_trials_fault and self._health.is_doubtful(now, death.reason):
-                studies.doubt(self._study, now, self._worker, death.reason)
+                claiming.doubt(self._study, now, self._worker, death.reason)
             elif is_own:
                 has_failed = recovery.release(self._study, self._sweep_folder, now, death, self._sweep)
         if has_failed:

@@ -20,6 +20,7 @@ from mgpu_slurm.run_folder.layout import RunFolder
 from mgpu_slurm.sweeps import front_marks, hparams, optuna_adapter
 from mgpu_slurm.sweeps.scheduling.judged_values import CHANGES, is_feasible, is_feasible_at, violations_of
 from mgpu_slurm.sweeps.scheduling.scheduler import Clone, Decision
+from mgpu_slurm.sweeps.study import claims as claiming
 from mgpu_slurm.sweeps.study import outcomes, recovery
 from mgpu_slurm.sweeps.study import trial_queue as studies
 from mgpu_slurm.sweeps.study.recovery import Death
@@ -161,7 +162,7 @@ class WorkerTrial:
 
     def _check_is_mine(self) -> None:
         """Raise Superseded if this worker was taken for dead, as on a node that SLURM gave up, and lost its trial."""
-        if studies.claims(self.frozen()).get(self._worker.number) != self._worker.attempt:
+        if claiming.claims(self.frozen()).get(self._worker.number) != self._worker.attempt:
             raise Superseded(f"trial {self.number} has been given to another worker")
 
     # -- its end here; all raise Superseded if it is not this worker's any more
@@ -192,7 +193,7 @@ class WorkerTrial:
             outcomes.write(self.folder, outcomes.Pruned(reason, progress))
             if reason != paused_trials.WORSE:
                 is_own_fault = self._has_parameters and not paused_trials.is_schedulers(reason)
-                studies.blame(self._study, self.frozen(), reason, is_own_fault)
+                claiming.blame(self._study, self.frozen(), reason, is_own_fault)
             self._study.tell(self._trial, state=TrialState.PRUNED)
         with hparams.may_fail():
             hparams.write_end(self.folder, self._sweep, "pruned")
@@ -210,7 +211,7 @@ class WorkerTrial:
         """Give the trial back for another worker to try, as this one's node may be broken."""
         with locked(self._sweep_folder.trials_lock):
             self._check_is_mine()
-            studies.doubt(self._study, self.frozen(), self._worker, reason)
+            claiming.doubt(self._study, self.frozen(), self._worker, reason)
         self._end(f"failed: {reason}: given back, as this node may be broken")
 
     def lose(self, reason: str) -> bool:
@@ -227,7 +228,7 @@ class WorkerTrial:
         size = cleanup.size_of(self.folder.checkpoints)
         with locked(self._sweep_folder.trials_lock):
             self._check_is_mine()
-            studies.pause(self._study, self.frozen(), size)
+            claiming.pause(self._study, self.frozen(), size)
             pruned = paused_trials.prune_hopeless(self._shared)
         self._end(f"paused at progress {progress}")
         # other workers need not wait for that
@@ -238,7 +239,7 @@ class WorkerTrial:
         """Queue the trial again, to be resumed by another worker."""
         with locked(self._sweep_folder.trials_lock):
             self._check_is_mine()
-            studies.give_back(self._study, self.frozen())
+            claiming.give_back(self._study, self.frozen())
         self._end("given back: another worker continues it")
 
     def _end(self, how: str) -> None:

@@ -20,8 +20,8 @@ from mgpu_slurm.sweeps.search import sweep_file
 from mgpu_slurm.sweeps.search.sweep_file import Sweep
 from mgpu_slurm.sweeps.study import recovery, summary
 from mgpu_slurm.sweeps.study import trial_queue as studies
+from mgpu_slurm.sweeps.study.claims import Worker
 from mgpu_slurm.sweeps.study.snapshots import Snapshots
-from mgpu_slurm.sweeps.study.trial_queue import Worker
 
 LOOK_EVERY = 30.0
 """Seconds between two checks for dead workers, over all workers."""

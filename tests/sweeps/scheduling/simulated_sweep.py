@@ -13,9 +13,10 @@ from mgpu_slurm.sweeps import optuna_adapter
 from mgpu_slurm.sweeps.scheduling.rung_tpe import RungTpe
 from mgpu_slurm.sweeps.scheduling.scheduler import Action, Clone, Decision, Scheduler, Snapshot
 from mgpu_slurm.sweeps.search.sweep_file import Sweep
+from mgpu_slurm.sweeps.study import claims as claiming
 from mgpu_slurm.sweeps.study import trial_queue as studies
+from mgpu_slurm.sweeps.study.claims import Worker
 from mgpu_slurm.sweeps.study.snapshots import Snapshots, copy_of
-from mgpu_slurm.sweeps.study.trial_queue import Worker
 
 
 class Crash(Exception):
@@ -109,7 +110,7 @@ class SimulatedSweep:
         for trial in self.study.get_trials(deepcopy=False):
             is_waiting = trial.state == TrialState.WAITING and studies.SECONDS in trial.system_attrs
             if is_waiting and not studies.is_paused(trial, self.scheduler):
-                studies._claim(self.study, worker, trial)
+                claiming.claim(self.study, worker, trial)
                 return trial.number
         job = self.scheduler.next_job(self.snapshot())
         if job is None:
@@ -161,7 +162,7 @@ class SimulatedSweep:
             studies.replace_by_copy(self.study, self._trial(number), decision.source)
             optuna_adapter.set_trial_state(self.study, self._trial(number), TrialState.PRUNED)
         elif decision is Decision.PAUSE:
-            studies.give_back(self.study, self._trial(number))
+            claiming.give_back(self.study, self._trial(number))
         elif decision is Decision.PRUNE:
             optuna_adapter.set_trial_state(self.study, self._trial(number), TrialState.PRUNED)
         elif last == self.epochs:
@@ -187,4 +188,4 @@ class SimulatedSweep:
         """Do what a look for dead workers does."""
         for trial in self.study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
             if trial.number not in self._at_work.values():
-                studies.give_back(self.study, trial)
+                claiming.give_back(self.study, trial)

@@ -14,11 +14,12 @@ from optuna.trial import Trial, TrialState
 
 from mgpu_slurm.sweeps import optuna_adapter
 from mgpu_slurm.sweeps.optuna_adapter import FIXED_PARAMS
+from mgpu_slurm.sweeps.scheduling import rung_tpe
 from mgpu_slurm.sweeps.scheduling.rung_tpe import RungTpe
 from mgpu_slurm.sweeps.search import space_parser
 from mgpu_slurm.sweeps.search.space import Space
 from mgpu_slurm.sweeps.search.sweep_options import Pruner
-from mgpu_slurm.sweeps.study import trial_queue as studies
+from mgpu_slurm.sweeps.study import claims as claiming
 
 WIDE = {"x": {"float": [0.0, 1.0]}}
 
@@ -76,14 +77,14 @@ class TestObservations:
 
     def test_own_failures_are_worst_and_count_as_values(self) -> None:
         study = self.told({1: 0.5}, {1: 0.9}, {})
-        studies.fail(study, study.trials[1], "ValueError: boom", is_own_fault=True)
-        studies.fail(study, study.trials[2], "its worker died")
+        claiming.fail(study, study.trials[1], "ValueError: boom", is_own_fault=True)
+        claiming.fail(study, study.trials[2], "its worker died")
         assert seen(study) == [(0, "COMPLETE", 0.5), (1, "PRUNED", None)]
 
     def test_failures_alone_teach_nothing(self) -> None:
         study = self.told({}, {})
         for trial in study.trials:
-            studies.fail(study, trial, "ValueError: boom", is_own_fault=True)
+            claiming.fail(study, trial, "ValueError: boom", is_own_fault=True)
         assert seen(study) is None
 
     def test_complete_trial_counts_with_its_final_value_at_the_last_rung(self) -> None:
@@ -138,7 +139,7 @@ def train(study: Study, suggest: Callable[[Trial], dict[str, Any]], trials: int)
         values = suggest(trial)
         value = float(sum(zlib.crc32(str(each).encode()) % 100 for each in values.values()))
         if number % 7 == 3:
-            studies.fail(study, study.trials[number], "ValueError: boom", is_own_fault=True)
+            claiming.fail(study, study.trials[number], "ValueError: boom", is_own_fault=True)
         elif number % 7 == 5:
             trial.report(value, 1)
             study._storage.set_trial_state_values(trial._trial_id, TrialState.WAITING)
@@ -234,3 +235,44 @@ def test_distribution_is_the_one_that_a_trial_suggests_from(given: dict[str, Any
     space.suggest(trial)
     (parameter,) = space.parameters
     assert trial.distributions == {"p": parameter.distribution}
+
+
+class TestPartialTrials:
+    def of_earlier(self, count: int) -> Study:
+        """Return a study that knows trials of an earlier one, which had no y, and was best at x = 0.3."""
+        study = make_study({"x": {"float": [0.0, 1.0]}, "y": {"float": [0.0, 1.0]}})
+        uniform = optuna.distributions.FloatDistribution(0, 1)
+        for number in range(count):
+            x = number / count
+            study.add_trial(
+                optuna.trial.create_trial(value=abs(x - 0.3), params={"x": x}, distributions={"x": uniform})
+            )
+        return study
+
+    def points(self, study: Study, count: int) -> list[tuple[float, float]]:
+        found = []
+        for _ in range(count):
+            trial = ask(study)
+            x, y = (trial.suggest_float(name, 0, 1) for name in "xy")
+            study.tell(trial, abs(x - 0.3) + abs(y - 0.8))
+            found.append((x, y))
+        return found
+
+    def test_they_inform_the_draws_of_the_parameters_that_they_have(self) -> None:
+        found = self.points(self.of_earlier(60), 10)
+        # the new parameter is drawn at random until enough trials have it
+        assert sum(abs(x - 0.3) < 0.15 for x, _ in found) >= 7, found
+        assert max(y for _, y in found) - min(y for _, y in found) > 0.6, found
+
+    def test_the_new_parameter_is_learnt_from_the_trials_that_have_it(self) -> None:
+        found = self.points(self.of_earlier(60), 40)
+        assert sum(abs(y - 0.8) < 0.2 for _, y in found[20:]) >= 14, found
+        assert sum(abs(x - 0.3) < 0.15 for x, _ in found[20:]) >= 14, found
+
+    def test_all_are_drawn_together_when_most_trials_have_all(self) -> None:
+        study = self.of_earlier(12)
+        self.points(study, 12)
+        sampler: Any = study.sampler
+        known = sampler._look(study, study.trials[0])
+        space = {name: optuna.distributions.FloatDistribution(0, 1) for name in "xy"}
+        assert [list(names) for names, _ in rung_tpe._groups(study, known.shown, space)] == [["x", "y"]]

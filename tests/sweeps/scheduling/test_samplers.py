@@ -21,6 +21,7 @@ from mgpu_slurm.sweeps.scheduling.rung_tpe import RungTpe
 from mgpu_slurm.sweeps.scheduling.scheduler import Decision, Scheduler
 from mgpu_slurm.sweeps.search import space_parser
 from mgpu_slurm.sweeps.search.sweep_options import Pruner, Sampler
+from mgpu_slurm.sweeps.study import claims as claiming
 from mgpu_slurm.sweeps.study import recovery
 from mgpu_slurm.sweeps.study import trial_queue as studies
 from mgpu_slurm.sweeps.study.snapshots import Snapshots
@@ -36,7 +37,7 @@ def make_study(
 
 
 def fail(study: Study, trial: Trial) -> None:
-    studies.fail(study, study._storage.get_trial(trial._trial_id), "ValueError: boom", is_own_fault=True)
+    claiming.fail(study, study._storage.get_trial(trial._trial_id), "ValueError: boom", is_own_fault=True)
 
 
 def failures(study: Study, trials: int = 100, pruner: Pruner | None = None) -> int:
@@ -131,7 +132,7 @@ class TestTrialsShownToSampler:
                 fail(study, trial)
             elif value != value:
                 trial.report(5.0, 1)
-                studies.blame(study, study.trials[trial.number], "score is nan", is_own_fault=True)
+                claiming.blame(study, study.trials[trial.number], "score is nan", is_own_fault=True)
                 study.tell(trial, state=TrialState.PRUNED)
             else:
                 study.tell(trial, value)
@@ -163,7 +164,7 @@ class TestTrialsShownToSampler:
         study = self.told("tpe", n_startup_trials=2)
         trial = study.ask()
         trial.suggest_float("x", 0, 1)
-        studies.fail(study, study.trials[4], "worker 0 is FAILED")
+        claiming.fail(study, study.trials[4], "worker 0 is FAILED")
         studies.note(study, f"{samplers.INNOCENT}3", [1])
         # a failure that is not the trial's own says nothing
         assert self.seen(study) == [("COMPLETE", 1.0), ("COMPLETE", 3.0), ("PRUNED", None)]

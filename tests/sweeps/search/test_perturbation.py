@@ -27,8 +27,9 @@ def drawn(names: list[str], point: Values = POINT, count: int = 200) -> list[Val
     space = space_parser.parse(SPACE, "test")
     found = [perturbed(space, point, names, random.Random(seed)) for seed in range(count)]
     for each in found:
-        assert space.takes({name: next(p for p in space.parameters if p.name == name).restored(value)
-                            for name, value in each.items()}), each  # fmt: skip
+        values = space.restored(each)
+        assert space.part(values) == values
+        assert values.keys() == SPACE.keys() - (set() if values["opt"] == "sgd" else {"m"})
     return found
 
 

@@ -21,6 +21,7 @@ from optuna.trial import Trial, TrialState
 from mgpu_slurm.core import retry
 from mgpu_slurm.core.errors import ClusterError, UserError
 from mgpu_slurm.sweeps.search.sweep_file import Sweep
+from mgpu_slurm.sweeps.study import claims as claiming
 from mgpu_slurm.sweeps.study import database
 from mgpu_slurm.sweeps.study import trial_queue as studies
 from tests import postgresql as databases
@@ -179,7 +180,7 @@ class TestServerOutages:
         # one whose taking was cut off may be left, and counts as somebody's
         left = study.get_trials(states=(TrialState.RUNNING,))
         assert sorted(numbers + [trial.number for trial in left]) == [0, 1]
-        assert all(studies.claims(trial) == {0: 1} for trial in left)
+        assert all(claiming.claims(trial) == {0: 1} for trial in left)
         for number in numbers:
             trial = study.trials[number]
             assert (trial.value, trial.user_attrs, len(trial.params)) == (float(number), {"step": 3}, 2)
@@ -291,7 +292,7 @@ class TestLostCommitReplies:
             own.take(study, made)
         monkeypatch.setattr(study._storage, "create_new_trial", real)
         (begun,) = study.trials
-        assert (begun.state, studies.claims(begun)) == (TrialState.RUNNING, {0: 1})
+        assert (begun.state, claiming.claims(begun)) == (TrialState.RUNNING, {0: 1})
         assert [own.begin(study, made).number for _ in range(2)] == [1, 2]
         assert own.take(study, made) is None
 

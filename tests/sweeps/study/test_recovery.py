@@ -12,8 +12,8 @@ import pytest
 from mgpu_slurm.core import files
 from mgpu_slurm.run_folder import records
 from mgpu_slurm.run_folder.layout import RunFolder
+from mgpu_slurm.sweeps.study import claims as claiming
 from mgpu_slurm.sweeps.study import recovery
-from mgpu_slurm.sweeps.study import trial_queue as studies
 from tests.sweeps.sweeps import begin, kill, make, states, study_of, sweep_of, worker
 
 FORK = multiprocessing.get_context("fork")
@@ -32,7 +32,7 @@ def lost(folder: RunFolder, number: int) -> list[str]:
 
 
 def losses(folder: RunFolder, number: int) -> int:
-    return len(study_of(folder).trials[number].system_attrs.get(studies.LOSSES, []))
+    return len(study_of(folder).trials[number].system_attrs.get(claiming.LOSSES, []))
 
 
 def test_live_worker_keeps_its_trial(tmp_path: Path) -> None:
@@ -55,7 +55,7 @@ def test_trial_of_a_vanished_worker_waits_again(tmp_path: Path) -> None:
     assert reason.startswith("worker 0 is FAILED: lost: its supervisor process is gone")
     assert reason.endswith(" (1 of 3 times)")
     assert (states(folder)[0], losses(folder, 0)) == ("WAITING", 1)
-    assert studies.claims(study_of(folder).trials[0]) == {}
+    assert claiming.claims(study_of(folder).trials[0]) == {}
 
 
 def test_restarted_worker_does_not_keep_the_trial_of_its_previous_attempt(tmp_path: Path) -> None:
@@ -87,7 +87,7 @@ def test_trial_that_kills_too_many_workers_fails(tmp_path: Path) -> None:
     assert states(folder) == ["FAIL"]
     assert files.read_json(folder.of_trial(0).failure)["message"].endswith("(2 of 2 times)")
     # in the study without the count, so that trials which fail alike have one reason
-    assert "of 2 times" not in study_of(folder).trials[0].system_attrs[studies.REASON]
+    assert "of 2 times" not in study_of(folder).trials[0].system_attrs[claiming.REASON]
 
 
 @pytest.mark.parametrize("max_retries", [0, 1])
@@ -116,7 +116,7 @@ def test_running_trial_without_a_worker_counts_as_given_back(tmp_path: Path) -> 
     folder = make(tmp_path)
     begin(worker(folder, 0))
     study = study_of(folder)
-    study._storage.set_trial_system_attr(study.trials[0]._trial_id, studies.Worker(0, 1).claim, None)
+    study._storage.set_trial_system_attr(study.trials[0]._trial_id, claiming.Worker(0, 1).claim, None)
     assert recover(folder) == [0]
     assert (states(folder)[0], losses(folder, 0), lost(folder, 0)) == ("WAITING", 0, [])
 
@@ -126,7 +126,7 @@ def test_interrupted_recovery_counts_the_loss_once(tmp_path: Path, monkeypatch: 
     begin(worker(folder, 0))
     kill(folder, 0)
     with monkeypatch.context() as patch:
-        patch.setattr(studies, "give_back", die)
+        patch.setattr(claiming, "give_back", die)
         with pytest.raises(KeyboardInterrupt):
             recover(folder)
     assert (states(folder)[0], losses(folder, 0)) == ("RUNNING", 1)

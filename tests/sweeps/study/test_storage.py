@@ -21,9 +21,10 @@ from mgpu_slurm.sweeps.scheduling.scheduler import Decision
 from mgpu_slurm.sweeps.search import sweep_file
 from mgpu_slurm.sweeps.search.space import Space
 from mgpu_slurm.sweeps.search.sweep_file import Sweep
+from mgpu_slurm.sweeps.study import claims as claiming
 from mgpu_slurm.sweeps.study import trial_queue as studies
+from mgpu_slurm.sweeps.study.claims import Worker
 from mgpu_slurm.sweeps.study.snapshots import Snapshots
-from mgpu_slurm.sweeps.study.trial_queue import Worker
 from tests.forks import FORKS
 from tests.mariadb import Server as MariaDB
 from tests.on_slurm.packages import DATABASE_PASSWORD
@@ -178,7 +179,7 @@ def test_worker_killed_during_a_call_loses_no_data_and_blocks_nobody(place: Plac
         assert list(trial.intermediate_values.items()) == [(step, float(step)) for step in reported]
         assert len(reported) >= counter.value > 3
         assert sorted(trial.params) == ["layers", "lr"]
-        studies.give_back(study, trial)
+        claiming.give_back(study, trial)
     numbers = []
     while (again := place.take(study, made, worker=1)) is not None:
         suggest(made, again)
@@ -212,7 +213,7 @@ def test_worker_killed_while_beginning_a_trial_has_claimed_it(place: Place) -> N
     study = place.load(made, worker=4)
     assert place.begin(study, made, worker=4).number == len(study.trials) - 1
     assert {trial.state for trial in study.trials} == {TrialState.RUNNING}
-    owners = [studies.claims(trial) for trial in study.trials]
+    owners = [claiming.claims(trial) for trial in study.trials]
     for number, counter in enumerate(told):
         # the last one may have begun without a word
         assert owners.count({number: 1}) - counter.value in (0, 1)
@@ -325,7 +326,7 @@ def test_given_back_trial_continues_with_its_number_and_reports(place: Place) ->
     begun.report(0.7, 1)
     begun.set_user_attr("folder", "trials/1")
     for trial in (untouched, begun):
-        studies.give_back(first, first.trials[trial.number])
+        claiming.give_back(first, first.trials[trial.number])
     # what has begun comes first
     again = place.begin(second, made, worker=1)
     assert again.number == begun.number == 1
@@ -361,7 +362,7 @@ def test_enqueued_points_are_the_first_trials_of_any_worker(place: Place) -> Non
     one, other = place.load(made), place.load(made, worker=1)
     first, second = place.begin(one, made), place.begin(other, made, worker=1)
     # one whose worker was gone before it had asked for anything is the same point again
-    studies.give_back(one, one.trials[first.number])
+    claiming.give_back(one, one.trials[first.number])
     again, last = place.begin(other, made, worker=1), place.begin(one, made)
     assert [trial.number for trial in (again, second, last)] == [0, 1, 2]
     assert suggest(made, again) == points[0]

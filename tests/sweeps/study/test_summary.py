@@ -10,6 +10,7 @@ import pytest
 from optuna.trial import TrialState, create_trial
 
 from mgpu_slurm.core import files
+from mgpu_slurm.sweeps.study import claims as claiming
 from mgpu_slurm.sweeps.study import summary
 from mgpu_slurm.sweeps.study import trial_queue as studies
 from mgpu_slurm.sweeps.study.snapshots import ORIGIN, SECONDS
@@ -51,7 +52,7 @@ def test_trials_are_shown_with_the_parameters_the_job_received(tmp_path: Path) -
 def test_infinite_value_is_null_in_json(tmp_path: Path) -> None:
     folder = make(tmp_path, trials=1)
     study = study_of(folder)
-    trial = studies.take(study, sweep_of(folder), studies.Worker(0, 1), folder.trials_lock)
+    trial = studies.take(study, sweep_of(folder), claiming.Worker(0, 1), folder.trials_lock)
     assert trial is not None
     # as a program of Optuna's own may do
     trial.report(float("inf"), 1)

@@ -13,8 +13,8 @@ from mgpu_slurm.sweeps.search import sweep_file
 from mgpu_slurm.sweeps.search.space import Space
 from mgpu_slurm.sweeps.search.sweep_file import Sweep
 from mgpu_slurm.sweeps.study import trial_queue as studies
+from mgpu_slurm.sweeps.study.claims import Worker
 from mgpu_slurm.sweeps.study.snapshots import Snapshots
-from mgpu_slurm.sweeps.study.trial_queue import Worker
 
 SPACE = {"lr": {"float": [1e-4, 1.0], "log": True}, "layers": {"choice": [[8], [8, 8]]}}
 

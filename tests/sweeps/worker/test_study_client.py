@@ -20,8 +20,8 @@ from mgpu_slurm.request.spec import REQUEUE_EXIT_CODE, TERMINATED_EXIT_CODE
 from mgpu_slurm.run_folder import records
 from mgpu_slurm.run_folder.layout import RunFolder
 from mgpu_slurm.run_folder.record_types import RunState
+from mgpu_slurm.sweeps.study import claims as claiming
 from mgpu_slurm.sweeps.study import recovery, summary
-from mgpu_slurm.sweeps.study import trial_queue as studies
 from mgpu_slurm.sweeps.worker.messages import Leave, Superseded
 from mgpu_slurm.sweeps.worker.paused_trials import WORSE
 from tests.support import wait_until
@@ -277,7 +277,7 @@ class TestAskedToStop:
         other.report(2, {"score": 0.7})
         finish(other, 0.7)
         assert study_of(folder).trials[0].intermediate_values == {1: 0.5, 2: 0.7}
-        assert studies.LOSSES not in study_of(folder).trials[0].system_attrs
+        assert claiming.LOSSES not in study_of(folder).trials[0].system_attrs
 
     def test_trial_that_never_fits_into_the_time_limit_fails(self, tmp_path: Path) -> None:
         folder = make(tmp_path, max_retries=1, trials=1)
@@ -403,7 +403,7 @@ class TestDeadWorkers:
         again = worker(folder, 0, attempt=2)
         again.settle()
         assert states(folder) == ["FAIL"]
-        assert study_of(folder).trials[0].system_attrs[studies.REASON] == "ValueError: boom"
+        assert study_of(folder).trials[0].system_attrs[claiming.REASON] == "ValueError: boom"
 
     def test_trial_claimed_but_not_taken_is_left_to_its_owner(self, tmp_path: Path) -> None:
         """A worker claims a trial before it takes it, and may die after another one was faster."""
@@ -412,7 +412,7 @@ class TestDeadWorkers:
         other = worker(folder, 1)
         mine = begin(other)
         study = study_of(folder)
-        wanted = studies.Worker(0, 1).claim
+        wanted = claiming.Worker(0, 1).claim
         study._storage.set_trial_system_attr(study.trials[mine.number]._trial_id, wanted, 1)
         worker(folder, 0, attempt=2).settle()
         assert other.report(1, {"score": 0.5}) == CONTINUE

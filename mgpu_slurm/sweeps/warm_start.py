@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from optuna.study import Study
-from optuna.trial import FixedTrial, FrozenTrial, TrialState, create_trial
+from optuna.trial import FrozenTrial, TrialState, create_trial
 
 from mgpu_slurm.core.errors import UserError
 from mgpu_slurm.registry import lookup, sweep_state
@@ -15,8 +15,9 @@ from mgpu_slurm.request.config import Config
 from mgpu_slurm.run_folder.layout import RunFolder
 from mgpu_slurm.sweeps.optuna_adapter import CONSTRAINT
 from mgpu_slurm.sweeps.scheduling.judged_values import CHANGES
+from mgpu_slurm.sweeps.scheduling.observations import COPY_OF
 from mgpu_slurm.sweeps.search import sweep_file
-from mgpu_slurm.sweeps.search.parameters import Choice, Float, Int, Parameter, Values, label
+from mgpu_slurm.sweeps.search.parameters import Choice, Float, Int, Parameter, Values, kept
 from mgpu_slurm.sweeps.search.space import Space
 from mgpu_slurm.sweeps.search.sweep_file import Sweep
 from mgpu_slurm.sweeps.study import summary
@@ -50,6 +51,9 @@ def find(name: str) -> tuple[RunFolder, Sweep, Study]:
 def known_trials(sweep: Sweep, name: str) -> list[FrozenTrial]:
     """Return copies of an earlier study's trials that are in the space of this one.
 
+    Parameters that this space lacks are dropped. A trial may lack parameters of this space: it informs the draws of the
+    others.
+
     Raises:
         UserError: the earlier study has another metric or direction, or none of its trials is in this space.
     """
@@ -59,11 +63,19 @@ def known_trials(sweep: Sweep, name: str) -> list[FrozenTrial]:
             f"warm_start {name}: it is to {_aims(other)}, and this study to {_aims(sweep)}: their trials cannot be"
             " compared"
         )
-    found = known.get_trials(deepcopy=False, states=(TrialState.COMPLETE, TrialState.PRUNED))
+    found = list(filter(_is_observed, known.get_trials(deepcopy=False)))
     copies = [copy for copy in (_copied(trial, other, sweep) for trial in found) if copy is not None]
     if not copies:
         raise UserError(f"warm_start {name}: none of its {len(found)} trials is in this space: remove it")
     return copies
+
+
+def _is_observed(trial: FrozenTrial) -> bool:
+    """Return whether a trial shows what its parameters are good for: it is complete, pruned, or paused."""
+    if COPY_OF in trial.system_attrs:
+        return False
+    has_stopped = trial.state in (TrialState.PRUNED, TrialState.WAITING) and bool(trial.intermediate_values)
+    return trial.state == TrialState.COMPLETE or has_stopped
 
 
 def _aims(sweep: Sweep) -> str:
@@ -73,14 +85,13 @@ def _aims(sweep: Sweep) -> str:
 def _copied(trial: FrozenTrial, other: Sweep, sweep: Sweep) -> FrozenTrial | None:
     params, distributions = trial.params, trial.distributions
     if isinstance(sweep.space, Space):
-        values = summary.parameters(trial, other)
-        if not sweep.space.takes(values):
+        values = sweep.space.part(summary.parameters(trial, other))
+        if values is None:
             return None
-        fixed = FixedTrial({key: label(value) for key, value in values.items()})
-        sweep.space.suggest(fixed)
-        params, distributions = fixed.params, fixed.distributions
+        params = kept(values)
+        distributions = {each.name: each.distribution for each in sweep.space.parameters if each.name in params}
     return create_trial(
-        state=trial.state,
+        state=TrialState.COMPLETE if trial.state == TrialState.COMPLETE else TrialState.PRUNED,
         values=trial.values,
         params=params,
         distributions=distributions,

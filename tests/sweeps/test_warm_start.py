@@ -10,19 +10,21 @@ from typing import Any
 
 import pytest
 from optuna.study import Study
-from optuna.trial import FrozenTrial
+from optuna.trial import FrozenTrial, TrialState, create_trial
 
 from mgpu_slurm.core.errors import UserError
 from mgpu_slurm.request import config as configs
 from mgpu_slurm.run_folder import layout, records
 from mgpu_slurm.run_folder.layout import RunFolder
+from mgpu_slurm.sweeps import optuna_adapter, warm_start
+from mgpu_slurm.sweeps.scheduling.observations import COPY_OF
 from mgpu_slurm.sweeps.search import sweep_file
 from mgpu_slurm.sweeps.search.space import Space
 from mgpu_slurm.sweeps.search.sweep_file import Sweep
-from mgpu_slurm.sweeps.study import summary, warm_start
+from mgpu_slurm.sweeps.study import summary
 from mgpu_slurm.sweeps.study import trial_queue as studies
+from mgpu_slurm.sweeps.study.claims import Worker
 from mgpu_slurm.sweeps.study.snapshots import ORIGIN
-from mgpu_slurm.sweeps.study.trial_queue import Worker
 
 SPACE = {
     "optimizer": {"choice": ["sgd", "adam"]},
@@ -143,6 +145,49 @@ def test_only_trials_inside_the_new_space_are_taken(make: Make) -> None:
     inside = [trial for trial in before.trials if trial.params["lr"] >= 1e-2]
     second = sweep_file.load(folder.sweep)
     assert len(warm_start.known_trials(second, "first")) == len(inside) < 12
+
+
+def test_names_that_one_of_the_studies_lacks_are_left_out(make: Make) -> None:
+    _, before = make(lambda values: values["lr"], trials=6)
+    others = {"lr": SPACE["lr"], "depth": {"int": [1, 4]}, "momentum": SPACE["momentum"]}
+    folder, _ = make(lambda values: 1.0, study="second", trials=1, space=others | {"optimizer": SPACE["optimizer"]})
+    known = warm_start.known_trials(sweep_file.load(folder.sweep), "first")
+    # momentum depends on the optimizer, which comes after it here and first in the study
+    assert [trial.params["lr"] for trial in known] == [trial.params["lr"] for trial in before.trials]
+    assert {name for trial in known for name in trial.params} == {"lr", "optimizer", "momentum"}
+    assert [trial.params.keys() for trial in known] == [trial.distributions.keys() for trial in known]
+
+
+def test_paused_trials_are_known_by_their_reports_and_copies_are_not(make: Make) -> None:
+    folder, before = make(lambda values: values["lr"], trials=2)
+    first = replace(sweep_file.load(folder.sweep), trials=4)
+    for report in ({1: 0.5}, {}):
+        trial = studies.take(before, first, Worker(0, 1), folder.trials_lock)
+        assert trial is not None
+        assert isinstance(first.space, Space)
+        first.space.suggest(trial)
+        for progress, value in report.items():
+            trial.report(value, progress)
+        before._storage.set_trial_state_values(trial._trial_id, TrialState.WAITING)
+    copied = create_trial(value=0.1, params=before.trials[0].params, distributions=before.trials[0].distributions)
+    copied.system_attrs[COPY_OF] = {}
+    before.add_trial(copied)
+    folder, _ = make(lambda values: 1.0, study="second", trials=1)
+    known = warm_start.known_trials(sweep_file.load(folder.sweep), "first")
+    assert [(trial.state.name, trial.intermediate_values) for trial in known] == [
+        ("COMPLETE", {}), ("COMPLETE", {}), ("PRUNED", {1: 0.5}),
+    ]  # fmt: skip
+
+
+def test_violations_are_known_if_the_constraints_are_the_same(make: Make) -> None:
+    _, before = make(lambda values: values["lr"], trials=1, constraints={"gib": "<= 7"})
+    (only,) = before.trials
+    only.system_attrs[f"{optuna_adapter.CONSTRAINT}gib"] = 3.0
+    before.add_trial(only)
+    for study, bound, violation in (("second", "<= 7", 3.0), ("third", "<= 9", 0.0)):
+        folder, _ = make(lambda values: 1.0, study=study, trials=1, constraints={"gib": bound})
+        _, known = warm_start.known_trials(sweep_file.load(folder.sweep), "first")
+        assert known.constraints == {"gib": violation}
 
 
 @pytest.mark.parametrize(
