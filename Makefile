@@ -1,4 +1,4 @@
-.PHONY: demo demo-sweep test quick gpu chaos check docs bench clean cluster cluster-deps try-cluster-deps cluster-env \
+.PHONY: demo demo-sweep test quick gpu chaos long check docs bench clean cluster cluster-deps try-cluster-deps cluster-env \
     cluster-down
 .DELETE_ON_ERROR:
 
@@ -44,6 +44,12 @@ chaos: $(READY) cluster-deps
 	for layout in fsdp tensor pipeline zero2 hsdp fsdp-tensor pipeline-ddp pipeline-fsdp; do \
 		.venv/bin/python -m tests.chaos .chaos/$$(git rev-parse --short HEAD)-$$layout --rounds 10 --layout $$layout || exit 1; \
 	done
+
+# what takes too long for `make test`: workers that are killed at each write to their study, on a journal and on
+# PostgreSQL; and the sweeps in sweeps/ on a real SLURM
+long: $(READY) cluster-deps
+	.venv/bin/python -m tests.deaths
+	.venv/bin/python -m pytest -m long
 
 check: $(READY)
 	.venv/bin/ruff check

@@ -52,6 +52,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("long") and item.config.option.markexpr != "long":
+        pytest.skip("takes minutes: `make long`")
     if item.get_closest_marker("gpu"):
         import torch
 

@@ -62,7 +62,7 @@ class Saver:
         self._kept_step: int | None = None
         """Step of the newest checkpoint, unless that was lost; the same on all ranks."""
         self._has_lost = False
-        """Whether this rank could not write its part of the newest save."""
+        """Whether this rank could not write its part of the newest save, or rank 0 could not publish it."""
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self._give_up_at = math.inf
@@ -145,10 +145,14 @@ class Saver:
         """
         if self._held is None:
             self.finish()
-            return step == self._kept_step
+            return self.has_kept(step)
         if self._held != self._newest:
             self._begin(self._held)
         return True
+
+    def has_kept(self, step: int) -> bool:
+        """Return whether the newest checkpoint is of this step, and has not been lost; call `finish` before."""
+        return step == self._kept_step
 
     # -- in the background
 
@@ -204,6 +208,7 @@ class Saver:
             key = self._keeper.publish(progress.step)
         except OSError as error:
             log_lines.warn(f"cannot publish {_name(progress)}: {error}")
+            self._has_lost = True
             return
         best = self._best.published(key)
         try:

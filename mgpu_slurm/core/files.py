@@ -93,13 +93,29 @@ def append_jsonl(path: Path, record: dict[str, Any]) -> None:
 def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
     """Yield the records in the complete lines of a file; nothing if the file does not exist."""
     try:
-        text = path.read_bytes()
+        lines = complete_lines(path)
     except FileNotFoundError:
         return
-    for line in text.split(b"\n")[:-1]:
+    for line in lines:
         # two machines that append at once may tear a line; the other lines are still valid
         with contextlib.suppress(ValueError):
             yield json.loads(line)
+
+
+def complete_lines(path: Path, start: int = 0) -> list[bytes]:
+    """Return the lines of a file to which others append, without their line breaks; an incomplete last one is left out.
+
+    All is read in one call: between two, a writer could cut off a torn last line and append another one, and a line
+    made of both would be returned.
+
+    Args:
+        start: offset of the first line.
+    """
+    # opened each time: a network file system shows writes of others only to those who open the file afterwards
+    with open(path, "rb", buffering=0) as file:
+        file.seek(start)
+        found = file.read(max(0, os.fstat(file.fileno()).st_size - start))
+    return found.split(b"\n")[:-1]
 
 
 def cut_torn_tail(descriptor: int) -> None:

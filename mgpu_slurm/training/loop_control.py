@@ -27,7 +27,7 @@ from mgpu_slurm.request.spec import REQUEUE_EXIT_CODE, TERMINATED_EXIT_CODE
 from mgpu_slurm.training.memory.found_size import FoundSize
 from mgpu_slurm.training.parallel.gradient_check import GradientCheck
 from mgpu_slurm.training.parallel.precision import LossScaler
-from mgpu_slurm.training.progress import Meter, Position, RankState
+from mgpu_slurm.training.progress import Meter, Overdue, Position, RankState
 
 
 class LoopControl:
@@ -56,6 +56,8 @@ class LoopControl:
         self._agreed = Agreed()
         self._pauses = False
         """Whether the trial of a sweep pauses at the next boundary; the same on all ranks."""
+        self._pause_has_failed = False
+        """Whether it could not, because no checkpoint could be written; the same on all ranks."""
         self._evaluates, self._has_evaluated = True, False
         """Whether an evaluation may follow this pass, which is unknown in the first one; and whether there was any."""
         self._last_place: int | None = None
@@ -329,17 +331,16 @@ class LoopControl:
         """
         self.stop.is_at_boundary = self._agreed.stop is not Stop.NO
         self._overdue.at_boundary()
-        if self.keeps and (save or self._agreed.save or self._leaves):
+        # where a pause has failed for want of a checkpoint, it waits for one that is written anyway
+        pauses = self._pauses and not self._pause_has_failed
+        saves = self.keeps and (save or self._agreed.save or pauses or self._agreed.stop is not Stop.NO)
+        if saves:
             self.saver.save(*self._moment(in_pass))
         # checked again: a stop may have been agreed while waiting for the previous checkpoint
-        if wait or self._leaves:
+        if wait or self._agreed.stop is not Stop.NO or (saves and self._pauses):
             self.saver.finish()
         self._agreed = replace(self._agreed, save=False)
         self._leave()
-
-    @property
-    def _leaves(self) -> bool:
-        return self._pauses or self._agreed.stop is not Stop.NO
 
     def _moment(self, in_pass: bool) -> tuple[ProgressRecord, StateDict]:
         """Return the progress of the run, and this rank's own state."""
@@ -359,10 +360,17 @@ class LoopControl:
         if self._agreed.stop is Stop.END:
             _stop(TERMINATED_EXIT_CODE, f"asked to end: stopped at step {step}")
         if self._pauses:
-            self.stop.will_restart = True
-            reason = f"paused at step {step}"
-            log_lines.say(reason)
-            raise TrialPaused(REQUEUE_EXIT_CODE, reason)
+            self._pause(step)
+
+    def _pause(self, step: int) -> None:
+        """Pause here, if the checkpoint of this step has been written: else what was trained would be lost."""
+        if not self.saver.has_kept(step):
+            self._pause_has_failed = True
+            return
+        self.stop.will_restart = True
+        reason = f"paused at step {step}"
+        log_lines.say(reason)
+        raise TrialPaused(REQUEUE_EXIT_CODE, reason)
 
 
 def _nothing() -> None:
@@ -372,27 +380,3 @@ def _nothing() -> None:
 def _stop(exit_code: int, reason: str) -> NoReturn:
     log_lines.say(reason)
     raise RunStopped(exit_code, reason)
-
-
-AFTER = 100
-"""Steps without a boundary before a warning."""
-
-
-class Overdue:
-    """Counts the steps for which a save or a stop has been requested, and warns once."""
-
-    def __init__(self) -> None:
-        self._steps = 0
-        self._has_warned = False
-
-    def stepped(self, is_wanted: bool, reason: Callable[[], str]) -> None:
-        """Count a step without a boundary."""
-        self._steps = self._steps + 1 if is_wanted else 0
-        if self._steps >= AFTER and not self._has_warned:
-            self._has_warned = True
-            log_lines.warn(
-                f"a checkpoint or a stop has been pending for {AFTER} steps, but there was no place for it: {reason()}"
-            )
-
-    def at_boundary(self) -> None:
-        self._steps = 0

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from mgpu_slurm.checkpoints.rank_record import PassRecord, ProgressRecord
+from mgpu_slurm.core import log_lines
 from mgpu_slurm.core.errors import UserError
 from mgpu_slurm.data.loader_positions import LoaderPlaces
 from mgpu_slurm.data.loaders import Loader
@@ -211,3 +212,28 @@ class RankState:
         meters = {name: from_known(MeterState, meter) for name, meter in state["meters"].items()}
         random = from_known(RandomState, state["random"])
         return RankState(random, meters, state.get("scaler"), state.get("memory"), state.get("grid"))
+
+
+WARN_AFTER = 100
+"""Steps without a boundary before a warning."""
+
+
+class Overdue:
+    """Counts the steps for which a save or a stop has been requested, and warns once."""
+
+    def __init__(self) -> None:
+        self._steps = 0
+        self._has_warned = False
+
+    def stepped(self, is_wanted: bool, reason: Callable[[], str]) -> None:
+        """Count a step without a boundary."""
+        self._steps = self._steps + 1 if is_wanted else 0
+        if self._steps >= WARN_AFTER and not self._has_warned:
+            self._has_warned = True
+            log_lines.warn(
+                f"a checkpoint or a stop has been pending for {WARN_AFTER} steps, but there was no place for it:"
+                f" {reason()}"
+            )
+
+    def at_boundary(self) -> None:
+        self._steps = 0

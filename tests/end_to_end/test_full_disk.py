@@ -8,6 +8,7 @@ import subprocess
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from tests.end_to_end.test_sweeps import trials_of
 from tests.support import Project, log
 
 JOB = '''
@@ -145,3 +146,84 @@ def test_cancel_while_the_disk_is_full_is_recorded(project: Project) -> None:
         "cannot be written ([Errno 28] No space left on device); trying again until"
         in (folder / "logs" / "launch-local.log").read_text()
     )
+
+
+PAUSING = '''
+    """Fills the disk when the first trial is to pause, for some seconds."""
+    import threading
+    import time
+    from pathlib import Path
+
+    import torch
+    from torch import nn
+    from torch.utils.data import TensorDataset
+
+
+    def fill(path, is_full, enough):
+        with open(path, "ab", buffering=0) as file:
+            while not enough.is_set():
+                for size in (1 << 20, 1):
+                    try:
+                        while True:
+                            file.write(bytes(size))
+                    except OSError:
+                        pass
+                is_full.set()
+        path.unlink()
+
+
+    def train(run, config: dict):
+        run.seed(1)
+        model = run.wrap(nn.Linear(40, 40))
+        optimizer = torch.optim.SGD(model.parameters(), lr=config["lr"], momentum=0.9)
+        data = run.loader(TensorDataset(torch.ones(8, 40)), batch_size=4)
+        state = run.restore(model=model, optimizer=optimizer, data=data)
+        mark = Path(run.folder).parent / "was-full"
+        for epoch in state.epochs(9):
+            for (batch,) in data:
+                run.backward(model(batch).square().mean())
+                run.update(optimizer)
+            run.report(epoch, loss=float(config["lr"]))
+            # the trial is to pause now, with a checkpoint that is not written yet
+            if epoch == 1 and not mark.exists():
+                mark.touch()
+                is_full, enough = threading.Event(), threading.Event()
+                threading.Thread(target=fill, args=(mark.with_name("ballast"), is_full, enough), daemon=True).start()
+                is_full.wait()
+                threading.Timer(4, enough.set).start()
+        return {"loss": float(config["lr"])}
+'''
+
+SWEEP = """
+study: study
+job: train
+metric: loss
+direction: minimize
+sampler: {name: random, seed: 1}
+pruner: {name: asha, min_resource: 1, max_resource: 9, reduction_factor: 3}
+trials: 9
+workers: 1
+space: {lr: {float: [0.001, 0.1], log: true}}
+"""
+
+
+def test_trial_that_pauses_while_the_disk_is_full_is_not_lost(project: Project) -> None:
+    project.write("train.py", PAUSING)
+    project.write("sweep.yaml", SWEEP)
+    done = call_on_a_small_disk(project, "sweep", "sweep.yaml", "--executor", "local")
+    assert done.returncode == 0, done.stdout + done.stderr
+    folder = project.folder / "kept" / "study"
+    facts = json.loads((folder / "summary.json").read_text())
+    counts = {state: count for state, count in facts["trials"].items() if count}
+    assert sum(counts.values()) == 9
+    assert counts.keys() <= {"COMPLETE", "PRUNED", "PAUSED"}, counts
+    assert counts["COMPLETE"] >= 1
+    # the first trial did not pause at a place that it could not save
+    first = (folder / "trials" / "0" / "logs" / "1-0.log").read_text()
+    assert "could not write the checkpoint of step 2: [Errno 28] No space left on device" in first
+    assert "paused at step 2" not in first
+    # each trial that waits has what it needs to continue
+    paused = [trial for trial in trials_of(folder) if trial.state.name == "WAITING"]
+    assert len(paused) == counts.get("PAUSED", 0)
+    for trial in paused:
+        assert list((folder / "trials" / str(trial.number) / "checkpoints").glob("step-*"))

@@ -82,9 +82,12 @@ def test_no_trial_is_promoted_twice_lost_or_stuck(project: Project, cluster: Clu
     fixed: dict[str, Any] = {"does": "reports x", "epochs": 9, "pause": 0.6}
     resources = {"cpus-per-task": 4}
     folder = start(
-        project, trials=27, workers=3, fixed=fixed, resources=resources, pruner=ASHA,
+        project, trials=27, workers=2, fixed=fixed, resources=resources, pruner=ASHA,
         sampler={"name": "tpe", "seed": seed}, max_retries=9,
     )  # fmt: skip
+    # another job on the same study
+    assert "starts    1 worker\n" in project.call("sweep", "sweep.yaml", "workers=3").stdout
+    assert len({state.job_id.partition("_")[0] for state in workers(folder) if state.job_id}) == 2
     chaos = Disturbance(project, cluster, folder)
     chaos.run(seed)
     chaos.until_no_worker_is_left()

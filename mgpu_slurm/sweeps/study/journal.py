@@ -20,7 +20,7 @@ from optuna.storages.journal import BaseJournalBackend
 
 from mgpu_slurm.core import log_lines, retry
 from mgpu_slurm.core.errors import MgpuError
-from mgpu_slurm.core.files import cut_torn_tail, locked
+from mgpu_slurm.core.files import complete_lines, cut_torn_tail, locked
 from mgpu_slurm.core.formatting import program
 from mgpu_slurm.sweeps.optuna_adapter import CheckedJournalStorage
 from mgpu_slurm.sweeps.study import journal_lines
@@ -88,16 +88,11 @@ class JournalFile(BaseJournalBackend):
             self._read_up_to = self._lines_read = 0
         place, number = self._read_up_to, self._lines_read
         found = []
-        # opened each time: a network file system shows writes of others only to those who open the file afterwards
-        with open(self._path, "rb") as file:
-            file.seek(place)
-            for line in file:
-                if not line.endswith(b"\n"):
-                    break
-                if number >= log_number_from:
-                    found.append(self._content(line, place))
-                place += len(line)
-                number += 1
+        for line in complete_lines(self._path, place):
+            if number >= log_number_from:
+                found.append(self._content(line, place))
+            place += len(line) + 1
+            number += 1
         self._read_up_to, self._lines_read = place, number
         return found
 
@@ -114,15 +109,13 @@ class JournalFile(BaseJournalBackend):
             MgpuError: the file is damaged; the message states where.
         """
         place = 0
-        with open(self._path, "rb") as file:
-            for line in file:
-                try:
-                    journal_lines.records_of(line)
-                except ValueError as error:
-                    if line.endswith(b"\n"):
-                        self._is_damaged = True
-                        raise self._damaged(line, place, str(error)) from None
-                place += len(line)
+        for line in complete_lines(self._path):
+            try:
+                journal_lines.records_of(line)
+            except ValueError as error:
+                self._is_damaged = True
+                raise self._damaged(line, place, str(error)) from None
+            place += len(line) + 1
 
     def _damaged(self, line: bytes, place: int, why: str) -> MgpuError:
         return MgpuError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import io
 import json
 import multiprocessing
 import os
@@ -25,6 +26,7 @@ from optuna.trial import TrialState
 from mgpu_slurm.core import files, retry
 from mgpu_slurm.core.errors import MgpuError
 from mgpu_slurm.core.files import locked
+from mgpu_slurm.sweeps.study import journal
 from mgpu_slurm.sweeps.study.journal import Journal, JournalFile
 from tests.support import stderr_as, wait_until
 
@@ -101,6 +103,35 @@ class TestKilledWriters:
         own.append_logs([{"n": 1}])
         assert list(own.read_logs(1)) == [{"n": 1}]
         assert path.read_bytes() == b'{"n":0}\n{"n":1}\n'
+
+    def test_reader_does_not_join_a_torn_line_with_the_record_that_replaces_it(
+        self, path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Between two reads of one reader, a writer cuts off the torn line that the first one has seen."""
+        own, other = JournalFile(path), JournalFile(path)
+        own.append_logs([{"n": 0}])
+        with path.open("ab") as file:
+            file.write(b'{"op":6,"worker":"a","trial":1,')
+
+        class Slow(io.FileIO):
+            def readinto(self, buffer: Any) -> int | None:
+                self._write_meanwhile()
+                return super().readinto(buffer)
+
+            def read(self, size: int | None = -1, /) -> bytes | None:
+                found = super().read(-1 if size is None else size)
+                self._write_meanwhile()
+                return found
+
+            def _write_meanwhile(self) -> None:
+                if self.tell() > 8:
+                    other.append_logs([{"op": 8, "worker": "b", "trial": 2, "value": 1}])
+
+        monkeypatch.setattr(files, "open", lambda path, *_, **__: Slow(path), raising=False)
+        monkeypatch.setattr(journal, "open", lambda path, *_, **__: io.BufferedReader(Slow(path)), raising=False)
+        assert list(own.read_logs(0)) == [{"n": 0}]
+        monkeypatch.undo()
+        assert next(iter(own.read_logs(1))) == {"op": 8, "worker": "b", "trial": 2, "value": 1}
 
     def test_torn_first_line_is_cut_off_by_the_next_writer(self, path: Path) -> None:
         path.write_bytes(b'{"n"')
