@@ -86,7 +86,9 @@ def test_no_trial_is_promoted_twice_lost_or_stuck(project: Project, cluster: Clu
         sampler={"name": "tpe", "seed": seed}, max_retries=9,
     )  # fmt: skip
     # another job on the same study
-    assert "starts    1 worker\n" in project.call("sweep", "sweep.yaml", "workers=3").stdout
+    file = project.folder / "sweep.yaml"
+    file.write_text(file.read_text().replace("workers: 2", "workers: 3"))
+    assert "starts    1 worker\n" in project.call("sweep", "sweep.yaml").stdout
     assert len({state.job_id.partition("_")[0] for state in workers(folder) if state.job_id}) == 2
     chaos = Disturbance(project, cluster, folder)
     chaos.run(seed)
