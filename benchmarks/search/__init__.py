@@ -12,11 +12,14 @@ from concurrent.futures import ProcessPoolExecutor
 from importlib.metadata import version
 from multiprocessing import get_context
 
+from benchmarks import peers
 from benchmarks.measure import CONFIDENCE, RESAMPLES, Estimate
 from benchmarks.report import Row, Section
 from benchmarks.search import cost
+from benchmarks.search.clock import MARKS, RESOURCE, RESUME, START
+from benchmarks.search.peer_sweeps import BOHB, RAY
 from benchmarks.search.problems import CONTINUOUS, FAMILIES, Family
-from benchmarks.search.simulation import MARKS, METHODS, RESOURCE, RESUME, START, Sweep
+from benchmarks.search.simulation import METHODS, Sweep
 
 FIRST_SEED = 200
 SEEDS, WORKERS = 20, 8
@@ -43,24 +46,29 @@ def run_long() -> Section:
 
 
 def _measured(seeds: int, workers: int) -> Regrets:
-    cases = [*itertools.product(METHODS, FAMILIES, range(FIRST_SEED, FIRST_SEED + seeds), [workers])]
+    peers.install()
+    cases = [*itertools.product(FAMILIES, range(FIRST_SEED, FIRST_SEED + seeds))]
+    measured: dict[str, list[list[float]]] = {}
     with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as pool:
-        measured = dict(zip(cases, pool.map(_regrets, *zip(*cases, strict=True)), strict=True))
+        given = [(family, seed, workers, WHOLE_PER_WORKER * workers) for family, seed in cases]
+        # each in a process of its own environment, side by side with ours
+        others = {name: pool.submit(peers.simulated, name, given) for name in (RAY, BOHB)}
+        for name in METHODS:
+            measured[name] = list(pool.map(_regrets, itertools.repeat(name), *zip(*given, strict=True)))
+        measured |= {name: future.result() for name, future in others.items()}
     return {
-        name: {
-            family: [measured[name, family, seed, workers] for seed in range(FIRST_SEED, FIRST_SEED + seeds)]
-            for family in FAMILIES
-        }
-        for name in METHODS
-    }
+        name: {family: [regrets for case, regrets in zip(cases, found, strict=True) if case[0] == family]
+               for family in FAMILIES}
+        for name, found in measured.items()
+    }  # fmt: skip
 
 
-def _regrets(name: str, family: Family, seed: int, workers: int) -> list[float]:
+def _regrets(name: str, family: Family, seed: int, workers: int, whole_trials: int) -> list[float]:
     import optuna
 
     warnings.simplefilter("ignore")
     optuna.logging.set_verbosity(optuna.logging.ERROR)
-    return Sweep(METHODS[name], family, seed, workers, WHOLE_PER_WORKER * workers).regrets()
+    return Sweep(METHODS[name], family, seed, workers, whole_trials).regrets()
 
 
 def _regret_rows(found: Regrets) -> list[Row]:
@@ -86,6 +94,16 @@ def _ratio_rows(found: Regrets) -> list[Row]:
             0.75,
         )
         for family in FAMILIES
+    ]
+    better = min((RAY, BOHB), key=lambda name: _mean_of(found[name], 1).value)
+    rows += [
+        Row(f"regret at half, {plain} / {better}, the better of both", _ratio(found, plain, better, 1), "", 2, 0.8),
+        *(
+            Row(f"regret at {WHEN[mark]}, {ours} / {theirs}", _ratio(found, ours, theirs, mark), "", 2)
+            for ours in (plain, hedged)
+            for theirs in (RAY, BOHB)
+            for mark in (1, 2)
+        ),
     ]
     what = f"regret at the end, {stops} / {HYPERBAND_OF_OPTUNA}"
     return [*rows, Row(what, _ratio(found, stops, HYPERBAND_OF_OPTUNA, 2), "", 2, 0.7)]
@@ -138,4 +156,6 @@ _NOTES = [
     " `hyperband`, and `asha` with `pause: false`, only prune. All of them draw by TPE by rung, unless another sampler"
     " is named.",
     "The regret is 1 before the first report. Whole trials report once, at their end.",
+    f"Ray Tune {peers.RAY} and Syne Tune {peers.SYNE_TUNE}: their own schedulers and samplers, called as their tuners"
+    " do, on the same clock and the same problems; their trials report at the rungs too. Both only stop trials.",
 ]

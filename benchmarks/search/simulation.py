@@ -1,9 +1,7 @@
-"""A sweep on a simulated clock: real samplers and schedulers on Optuna's storage in memory, and curves for training."""
+"""Simulated sweeps of this package and of Optuna: real samplers and schedulers on Optuna's storage in memory."""
 
 from __future__ import annotations
 
-import heapq
-import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -14,22 +12,14 @@ from optuna.pruners import BasePruner, HyperbandPruner, NopPruner
 from optuna.samplers import BaseSampler, RandomSampler, TPESampler
 from optuna.trial import FrozenTrial, Trial, TrialState, create_trial
 
-from benchmarks.search.problems import CONTINUOUS, Family, Point, Problem
+from benchmarks.search.clock import FACTOR, RESOURCE, RESUME, RUNGS, START, Simulation
+from benchmarks.search.problems import CONTINUOUS, Family, Point
 from mgpu_slurm.sweeps import optuna_adapter
 from mgpu_slurm.sweeps.scheduling.halving import Promotion, StopOnly
 from mgpu_slurm.sweeps.scheduling.rung_tpe import RungTpe
-from mgpu_slurm.sweeps.scheduling.rungs import bracket_sizes, rungs_of
+from mgpu_slurm.sweeps.scheduling.rungs import bracket_sizes
 from mgpu_slurm.sweeps.scheduling.scheduler import Action, Decision, OptunaPruner, Scheduler, Unlimited
 from mgpu_slurm.sweeps.study.snapshots import SECONDS, UNTIL, Snapshots
-
-RESOURCE, FACTOR = 27, 3
-RUNGS = rungs_of(1, RESOURCE, FACTOR)
-
-START = RESUME = 0.3
-"""Time of a start and of a resumption; that of an epoch is 0.6 to 1.4."""
-
-MARKS = (0.25, 0.5, 1.0)
-"""Parts of the budget after which the regret is measured."""
 
 
 @dataclass(frozen=True)
@@ -92,42 +82,18 @@ def suggest(trial: Any) -> Point:
     return (float(np.log10(rate)) / 4 + 1, *others, float(trial.suggest_categorical("choice", [0, 1, 2])))
 
 
-class Sweep:
-    """One sweep of one method on one problem."""
+class Sweep(Simulation):
+    """One sweep of one of this package's methods, or of Optuna's, on one problem."""
 
     def __init__(self, method: Method, family: Family, seed: int, workers: int, whole_trials: int) -> None:
-        """
-        Args:
-            whole_trials: the budget, as the number of trials of `RESOURCE` epochs of one time unit each.
-        """
-        self._problem = Problem(family, seed, RESOURCE)
-        self._noise = np.random.default_rng([seed, 2])
+        super().__init__(family, seed, workers, whole_trials)
         self._scheduler = method.scheduler()
         self._study = optuna.create_study(
             sampler=method.sampler(seed), pruner=NopPruner(), study_name=f"{family}-{seed}"
         )
         self._snapshots = Snapshots(self._study, self._scheduler)
-        self._workers = workers
-        self._end = whole_trials * RESOURCE / workers
-        self._points: dict[int, Point] = {}
-        self._events: list[tuple[float, int, int, int]] = []
-        self._order = itertools.count()
-        self._best: tuple[int, float, Point] | None = None
-        """The furthest rung reached, the best value there, and its point."""
 
-    def regrets(self) -> list[float]:
-        """Return the regret of the best trial after each of the `MARKS`; 1 before the first report."""
-        found: list[float] = []
-        for worker in range(self._workers):
-            self._take(worker * 1e-3)
-        while len(found) < len(MARKS):
-            now, _, number, epoch = heapq.heappop(self._events)
-            while len(found) < len(MARKS) and now > MARKS[len(found)] * self._end:
-                found.append(1.0 if self._best is None else self._problem.regret(self._best[2]))
-            self._reported(now, number, epoch)
-        return found
-
-    def _take(self, now: float) -> None:
+    def take(self, now: float) -> None:
         job = self._scheduler.next_job(self._snapshots.take(None))
         assert job is not None
         if job.action is Action.PROMOTE:
@@ -135,15 +101,15 @@ class Sweep:
             trial = self._trial(job.number)
             optuna_adapter.set_trial_attribute(self._study, trial, UNTIL, self._until(trial) + 1)
             optuna_adapter.set_trial_state(self._study, trial, TrialState.RUNNING)
-            self._run(now + RESUME, job.number)
+            self.train(now + RESUME, job.number, max(trial.intermediate_values))
             return
         number = optuna_adapter.trial_count(self._study)
         attributes = {UNTIL: self._scheduler.first_rung(number)} if self._scheduler.pauses else {}
         template = create_trial(state=TrialState.RUNNING, system_attrs=attributes)
         optuna_adapter.forget_cached_trials(self._study)
         new = Trial(self._study, optuna_adapter.create_trial(self._study, template))
-        self._points[number] = suggest(new)
-        self._run(now + START, number)
+        self.points[number] = suggest(new)
+        self.train(now + START, number)
 
     def _trial(self, number: int) -> FrozenTrial:
         return self._study.get_trials(deepcopy=False)[number]
@@ -153,31 +119,20 @@ class Sweep:
         found: int = trial.system_attrs.get(UNTIL, 0)
         return found
 
-    def _run(self, now: float, number: int) -> None:
-        """Train a trial to the next rung."""
-        last = max(self._trial(number).intermediate_values, default=0)
-        rung = next(rung for rung in RUNGS if rung > last)
-        time = (rung - last) * self._problem.epoch_time(self._points[number])
-        heapq.heappush(self._events, (now + time, next(self._order), number, rung))
-
-    def _reported(self, now: float, number: int, epoch: int) -> None:
-        point = self._points[number]
-        value = self._problem.loss(point, epoch) + self._problem.noise * float(self._noise.standard_normal())
-        if self._best is None or (-epoch, value) < (-self._best[0], self._best[1]):
-            self._best = (epoch, value, point)
+    def reported(self, now: float, number: int, epoch: int, value: float) -> None:
         trial = self._trial(number)
         optuna_adapter.report(self._study, trial, epoch, value)
         decision = self._decide(number, epoch)
         if epoch == RESOURCE:
             optuna_adapter.end_trial(self._study, trial, TrialState.COMPLETE, [value])
         elif decision is Decision.CONTINUE:
-            self._run(now, number)
+            self.train(now, number, epoch)
             return
         else:
             ended = TrialState.PRUNED if decision is Decision.PRUNE else TrialState.WAITING
             optuna_adapter.set_trial_attribute(self._study, trial, SECONDS, now)
             optuna_adapter.set_trial_state(self._study, trial, ended)
-        self._take(now)
+        self.take(now)
 
     def _decide(self, number: int, epoch: int) -> Decision:
         if not self._scheduler.is_due(epoch - 1, epoch):

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from benchmarks import peers
 from benchmarks.report import Section
-from benchmarks.sweep import accuracy, busy, nothing, ray_tune
+from benchmarks.sweep import accuracy, busy, nothing
 
 
 def run() -> Section:
-    ray_tune.install()
+    peers.install()
     parts = (nothing, busy, accuracy)
     rows = [row for part in parts for row in part.rows()]
     return Section(

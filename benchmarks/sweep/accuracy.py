@@ -14,10 +14,10 @@ from typing import Any
 
 import yaml
 
+from benchmarks import peers
 from benchmarks.measure import interleave, median, ratio
 from benchmarks.project import Project, project
 from benchmarks.report import Row
-from benchmarks.sweep import ray_tune
 from benchmarks.sweep.studies import search
 
 SWEEP = Path(__file__).parents[2] / "sweeps" / "digits_hyperband.yaml"
@@ -128,7 +128,7 @@ def _ours(made: Project, sampler: str, pruner: Any, seed: int) -> list[Report]:
 def _ray(made: Project, seed: int) -> list[Report]:
     space = yaml.safe_load(SWEEP.read_text())["space"]
     options = {"epochs": EPOCHS, "accuracy": ACCURACY, "seconds": SECONDS, "workers": WORKERS}
-    return [(when, accuracy) for when, accuracy in ray_tune.call(made, "ray_digits", space=space, seed=seed, **options)]
+    return [(when, accuracy) for when, accuracy in peers.call(made, "ray_digits", space=space, seed=seed, **options)]
 
 
 ABOUT = (

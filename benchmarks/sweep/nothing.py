@@ -9,10 +9,10 @@ from functools import partial
 from importlib.metadata import version
 from typing import Any
 
+from benchmarks import peers
 from benchmarks.measure import median
 from benchmarks.project import JOBS, Project, project
 from benchmarks.report import Row
-from benchmarks.sweep import ray_tune
 from benchmarks.sweep.studies import search, trials_of
 
 ENDED = 1000
@@ -80,7 +80,7 @@ def _optuna(made: Project) -> list[float]:
 
 
 def _ray(made: Project, at_once: int) -> list[float]:
-    starts = ray_tune.call(made, "ray_does_nothing", trials=RAY_TRIALS, at_once=at_once)
+    starts = peers.call(made, "ray_does_nothing", trials=RAY_TRIALS, at_once=at_once)
     return from_start_to_start(starts, at_once)
 
 
@@ -96,7 +96,7 @@ ABOUT = (
     "Trials that do nothing: from a worker's taking a trial to its taking the next one, one worker on the local"
     f" executor, TPE over five parameters, the {MEASURED} trials after {ENDED:,} that have ended in the same study."
     f" Plain Optuna {version('optuna')} has the same sampler, space and number of trials on its own journal, in one"
-    f" process. Ray Tune {ray_tune.VERSION} runs {RAY_TRIALS} function trainables over the same space with its default"
+    f" process. Ray Tune {peers.RAY} runs {RAY_TRIALS} function trainables over the same space with its default"
     " random search after `ray.init(num_cpus=2)`; time before its first trial does not count."
 )
 NOTES = [
