@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from benchmarks.search.clock import MARKS, RESOURCE
 from benchmarks.search.problems import CONTINUOUS, FAMILIES, WORST, Family, Problem
-from benchmarks.search.simulation import MARKS, METHODS, RESOURCE, Sweep
+from benchmarks.search.simulation import METHODS, Sweep
 
 
 def points(problem: Problem, count: int = 50) -> list[tuple[float, ...]]:
