@@ -63,12 +63,13 @@ def delete_run(folder: RunFolder) -> None:
 
 
 def delete_checkpoints(folder: RunFolder) -> None:
-    """Delete `checkpoints/` of a run, or of one trial of a sweep, if it exists; keep the rest.
+    """Delete `checkpoints/` of a run, or of one trial of a sweep with all its seeds, if it exists; keep the rest.
 
     Raises:
         UserError: as `delete_run`.
     """
-    _delete(folder.checkpoints)
+    for part in folder.with_seeds():
+        _delete(part.checkpoints)
 
 
 def _delete(path: Path) -> None:
@@ -141,7 +142,8 @@ def usage(folder: RunFolder) -> Usage:
     Raises:
         UserError: a folder may not be read.
     """
-    parts = [folder, *(RunFolder(path) for path in [*_listed(folder.tasks), *_listed(folder.trials)])]
+    parts = [folder, *(RunFolder(path) for path in _listed(folder.tasks))]
+    parts += [part for path in _listed(folder.trials) for part in RunFolder(path).with_seeds()]
     places = {
         "checkpoints": [part.checkpoints for part in parts],
         "logs": [part.logs for part in parts],

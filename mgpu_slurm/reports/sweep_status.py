@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from datetime import datetime, timezone
+from pathlib import Path
 
 from mgpu_slurm.core.formatting import duration, program, short_path, time_of
 from mgpu_slurm.registry.sweep_state import overall, reason, summary_of
@@ -67,9 +68,14 @@ def last_failure(folder: RunFolder, summary: SweepSummary) -> list[str]:
     """Return a line on the newest trial that failed, if any is among the recent ones."""
     failed = [trial for trial in summary.recent if trial.state == "FAIL"]
     return [
-        f"failed    trial {trial.number}: {trial.reason}  ({short_path(folder.of_trial(trial.number).logs)})"
+        f"failed    trial {trial.number}: {trial.reason}  ({short_path(_logs(folder.of_trial(trial.number)))})"
         for trial in failed[-1:]
     ]
+
+
+def _logs(trial: RunFolder) -> Path:
+    """Return the folder of a trial's logs; with several seeds, that of its runs."""
+    return trial.seeds if trial.seeds.is_dir() else trial.logs
 
 
 def _best(folder: RunFolder, summary: SweepSummary) -> list[str]:

@@ -160,9 +160,11 @@ class Links:
         for study, place in self._studies.items():
             linked = set(os.listdir(place / layout.TRIALS))
             begun = os.listdir(study.trials) if study.trials.is_dir() else []
-            for number in begun:
-                if number.isdigit() and number not in linked:
-                    (place / layout.TRIALS / number).symlink_to(study.of_trial(int(number)).tensorboard)
+            for number in filter(str.isdigit, begun):
+                trial, *seeds = study.of_trial(int(number)).with_seeds()
+                runs = {number: trial} | {f"{number}-seed-{run.path.name}": run for run in seeds}
+                for name in runs.keys() - linked:
+                    (place / layout.TRIALS / name).symlink_to(runs[name].tensorboard)
         self._write_experiment()
 
     def _write_experiment(self) -> None:

@@ -27,6 +27,7 @@ DAMAGED = "damaged-"
 STAGING_PREFIX = ".staging-"
 TASKS = "tasks"
 TRIALS = "trials"
+SEEDS = "seeds"
 FOLDER_MODE = {"owner": 0o700, "group": 0o750}
 
 
@@ -49,6 +50,8 @@ class RunFolder:
     @cached_property
     def group(self) -> RunFolder:
         """The group of a run, or the sweep of a trial; else the folder itself."""
+        if self.path.parent.name == SEEDS:
+            return RunFolder(self.path.parent.parent).group
         return RunFolder(self.path.parent.parent) if self.path.parent.name in (TASKS, TRIALS) else self
 
     @property
@@ -66,8 +69,22 @@ class RunFolder:
         return RunFolder(self.trials / str(number))
 
     @property
+    def seeds(self) -> Path:
+        return self.path / SEEDS
+
+    def of_seed(self, seed: int) -> RunFolder:
+        """Return the run of a trial with one of several seeds."""
+        return RunFolder(self.seeds / str(seed))
+
+    def with_seeds(self) -> list[RunFolder]:
+        """Return the folder of a trial, and those of its runs with several seeds."""
+        return [self, *(map(RunFolder, self.seeds.iterdir()) if self.seeds.is_dir() else ())]
+
+    @property
     def run(self) -> str:
-        """`<name>`, `<group>/<index>`, or `<sweep>/trials/<number>`."""
+        """`<name>`, `<group>/<index>`, `<sweep>/trials/<number>`, or `<sweep>/trials/<number>/seeds/<seed>`."""
+        if self.path.parent.name == SEEDS:
+            return f"{RunFolder(self.path.parent.parent).run}/{SEEDS}/{self.path.name}"
         if self.task is not None:
             return f"{self.group.path.name}/{self.path.name}"
         return self.path.name if self.group == self else f"{self.group.path.name}/{TRIALS}/{self.path.name}"

@@ -162,7 +162,8 @@ def _probes(sweep: Sweep) -> tuple[Config, ...]:
     """Return values of trials that the job's config must accept; those of a space function are tried elsewhere."""
     if sweep.command or isinstance(sweep.space, str):
         return ()
-    return tuple(map(spaces.nested, sweep.space.probes()))
+    seed: Values = {"seed": sweep.seed_values[0]} if sweep.seeds > 1 else {}
+    return tuple(spaces.nested(each | seed) for each in sweep.space.probes())
 
 
 def _probed(change: Change, sweep: Sweep) -> Change:

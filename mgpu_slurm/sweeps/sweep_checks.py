@@ -64,7 +64,7 @@ def refuse_differences(old: Sweep, new: Sweep) -> None:
         told.append(f"sampler was {old.sampler.name} and is {new.sampler.name}")
     if old.pruner != new.pruner and (old.pruner.pauses or new.pruner.pauses) and _steps(old) != _steps(new):
         told.append(f"pruner was {old.pruner.words} and is {new.pruner.words}")
-    for name in ("job", "command", "metric", "constraints", "fixed", "storage", "warm_start", "stage"):
+    for name in ("job", "command", "metric", "constraints", "fixed", "seeds", "storage", "warm_start", "stage"):
         before, now = _told(old, name), _told(new, name)
         if before != now:
             told.append(f"{name} was {before} and is {now}")

@@ -15,7 +15,7 @@ from mgpu_slurm.core.formatting import counted, program, short_path
 from mgpu_slurm.registry import sweep_state
 from mgpu_slurm.request import config as configs
 from mgpu_slurm.request.config import Config
-from mgpu_slurm.request.spec import Flags, read_spec
+from mgpu_slurm.request.spec import SEED_PLACE, Flags, read_spec
 from mgpu_slurm.run_folder.layout import RunFolder
 from mgpu_slurm.run_folder.sweep_records import TRIAL_WORDS, SchedulePart, SweepSummary, TrialSummary
 from mgpu_slurm.sweeps.search import sweep_file, trial_command
@@ -191,7 +191,7 @@ def _state(trial: TrialSummary, sweep: Sweep) -> str:
 
 def _command(folder: RunFolder, sweep: Sweep, trial: RunFolder, config: Config) -> str:
     spec = read_spec(folder)
-    resources = sweep.flags
+    resources = sweep.flags if sweep.seeds == 1 else {"seeds": sweep.seeds} | sweep.flags
     # the local cluster is the default
     if spec.cluster not in (None, "local"):
         resources = {"cluster": spec.cluster} | resources
@@ -207,7 +207,8 @@ def _command(folder: RunFolder, sweep: Sweep, trial: RunFolder, config: Config) 
         interpreter = os.path.abspath(interpreter) if "/" in interpreter else interpreter
         start, config_file = f"cd {shlex.quote(str(place))} && {interpreter} {rest}", str(trial.config)
     if sweep.command:
-        return f"{start} {flags}-- {shlex.join(trial_command.words_of(sweep.command, config))}"
+        seed: Values = {"seed": SEED_PLACE} if sweep.seeds > 1 else {}
+        return f"{start} {flags}-- {shlex.join(trial_command.words_of(sweep.command, config | seed))}"
     return f"{start} {shlex.quote(spec.target.label)} {flags}--config {shlex.quote(config_file)}"
 
 

@@ -203,6 +203,13 @@ def kept(values: Values) -> Values:
     return {name: label(value) for name, value in values.items()}
 
 
+def words_of(values: Values) -> str:
+    """Return values on one line for people."""
+    return "  ".join(
+        f"{name}={value:.6g}" if isinstance(value, float) else f"{name}={value}" for name, value in values.items()
+    )
+
+
 def _how(log: bool, step: float | None) -> str:
     return f"{', log' if log else ''}{f', step {step:g}' if step is not None else ''}"
 

@@ -23,6 +23,7 @@ from mgpu_slurm.sweeps.search.sweep_options import Budget, Pruner, Sampler
 from mgpu_slurm.sweeps.search.trial_command import check_takes, parse_command, places_in
 
 _SAMPLERS_WITH_PAUSES = ("tpe", "random", "grid")
+_PRUNERS_FOR_SEEDS = ("none", "hyperband", "asha")
 _SAMPLERS_FOR_SEVERAL = ("tpe", "random", "grid", "gp")
 
 _DATABASE = re.compile(r"(postgresql|mysql|mariadb)(\+\w+)?://")
@@ -67,6 +68,8 @@ class Sweep:
     """How the ranks of a worker share the model of a trial."""
     stage: tuple[str, ...] = ()
     """Data sets to copy to the disk of each node."""
+    seeds: int = 1
+    """With how many seeds each trial is trained; its values are their means."""
     enqueue: tuple[Values, ...] = ()
     """Points known to be good: the values of the first trials."""
     warm_start: str | None = None
@@ -98,9 +101,17 @@ class Sweep:
             *self._too_few(),
             f"trials    {trials}{f', {len(self.enqueue)} of them enqueued' if self.enqueue else ''}",
             *([f"knows     the trials of study {self.warm_start}"] if self.warm_start else []),
+            *([f"seeds     {', '.join(map(str, self.seed_values))} for each trial"] if self.seeds > 1 else []),
             f"workers   {self.workers}",
             *([f"budget    {words}"] if (words := self.budget.words(self.metric)) else []),
         ]
+
+    @property
+    def seed_values(self) -> range:
+        """The seeds of a trial: they count up from that in `fixed`."""
+        first = self.fixed.get("seed", 0)
+        assert isinstance(first, int)
+        return range(first, first + self.seeds)
 
     @property
     def most_at_once(self) -> int | None:
@@ -152,6 +163,7 @@ class _Keys:
     precision: Precision | None = None
     compile: bool | None = None
     stage: tuple[str, ...] = ()
+    seeds: int = 1
     enqueue: list[Values] = field(default_factory=list)
     warm_start: str | None = None
 
@@ -202,7 +214,7 @@ def _with_names(values: Config) -> Config:
 
 def _checked(keys: _Keys, source: str) -> Sweep:
     check_run_name(keys.study)
-    for name, number in (("trials", keys.trials), ("workers", keys.workers)):
+    for name, number in (("trials", keys.trials), ("workers", keys.workers), ("seeds", keys.seeds)):
         if number is not None and number < 1:
             raise UserError(f"{name} {number}: expected at least 1")
     if keys.max_retries < 0:
@@ -231,9 +243,12 @@ def _checked(keys: _Keys, source: str) -> Sweep:
         stuck_after=keys.stuck_after,
         parallelism=Parallelism(keys.strategy, keys.shard, keys.tensor, keys.pipeline, keys.precision, keys.compile),
         stage=keys.stage,
+        seeds=keys.seeds,
         enqueue=tuple(keys.enqueue),
         warm_start=keys.warm_start,
     )
+    if made.seeds > 1:
+        _check_seeds(made)
     _check_names(made)
     _check_points(made)
     if made.pruner.name == "pbt":
@@ -281,15 +296,29 @@ def _trials(keys: _Keys, space: Space | str) -> int | None:
 def _check_names(made: Sweep) -> None:
     """Check that parameters reach the job, and that each is given only once."""
     known = [parameter.name for parameter in made.space.parameters] if isinstance(made.space, Space) else None
+    given = [*made.fixed] + (["seed"] if made.seeds > 1 and "seed" not in made.fixed else [])
     for name in known or ():
         if name in made.fixed:
             raise UserError(f"fixed {name}: it is also a parameter of the space: remove one of them")
     if not made.command:
         return
     for name in places_in(made.command):
-        if name not in made.fixed and known is not None and name not in known:
-            raise UserError(f"job: command: {{{name}}} is not a parameter{nearest(name, [*known, *made.fixed])}")
-    check_takes(made.command, [*(known or ()), *made.fixed])
+        if name not in given and known is not None and name not in known:
+            raise UserError(f"job: command: {{{name}}} is not a parameter{nearest(name, [*known, *given])}")
+    check_takes(made.command, [*(known or ()), *given])
+
+
+def _check_seeds(made: Sweep) -> None:
+    """Check a sweep whose trials are trained with several seeds."""
+    if made.pruner.name not in _PRUNERS_FOR_SEEDS:
+        raise UserError(
+            f"seeds {made.seeds}: pruner {made.pruner.name} does not compare trials at rungs: choose"
+            f" {', '.join(_PRUNERS_FOR_SEEDS)}, or remove seeds"
+        )
+    if not isinstance(made.fixed.get("seed", 0), int):
+        raise UserError(f"fixed seed {made.fixed['seed']!r}: the seeds count up from it: write an integer")
+    if isinstance(made.space, Space) and any(each.name == "seed" for each in made.space.parameters):
+        raise UserError("space: seed is not a parameter if `seeds` is set: remove one of them")
 
 
 def _check_population(made: Sweep) -> None:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
 from mgpu_slurm.sweeps.search.parameters import Values
+
+if TYPE_CHECKING:
+    from mgpu_slurm.sweeps.worker.study_client import StudyClient
 
 T = TypeVar("T")
 
@@ -24,6 +27,8 @@ class Assignment:
     """Values of the parameters by name, without inactive ones."""
     words: tuple[str, ...] = ()
     """Words of the command, with the values inserted."""
+    seed: int | None = None
+    """The seed with which to train it now, if it has several."""
 
 
 @dataclass(frozen=True)
@@ -85,3 +90,13 @@ def undisturbed(ask: Callable[[], T]) -> T:
         return ask()
     except Exception as error:
         raise StudyLost(f"{type(error).__name__}: {error}") from error
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How a trial ended on a rank."""
+
+    tell: Callable[[StudyClient], None]
+    """Call by which rank 0 reports it to the study."""
+    leave: Leave | None = None
+    """Why the worker leaves its nodes too, or None if it stays; the same on all ranks."""

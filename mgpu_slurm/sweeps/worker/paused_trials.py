@@ -38,8 +38,14 @@ def is_schedulers(reason: str) -> bool:
 
 def keep_newest_checkpoint(trial: RunFolder) -> None:
     """Delete a trial's older checkpoints, without the best one if the job keeps that."""
-    best = trial.checkpoints / checkpoints.BEST
-    checkpoints.trim(trial, keep=1, also=layout.checkpoint_key(best.resolve()) if best.is_symlink() else None)
+    for run in trial.with_seeds():
+        best = run.checkpoints / checkpoints.BEST
+        checkpoints.trim(run, keep=1, also=layout.checkpoint_key(best.resolve()) if best.is_symlink() else None)
+
+
+def size_of_checkpoints(trial: RunFolder) -> int:
+    """Return the bytes of a trial's checkpoints."""
+    return sum(cleanup.size_of(run.checkpoints) for run in trial.with_seeds())
 
 
 def delete_checkpoints(trial: RunFolder) -> None:
@@ -94,7 +100,7 @@ def _size(shared: WorkerStudy, number: int) -> int:
     trial = shared.snapshots.trial(number)
     known: int | None = trial.system_attrs.get(claiming.SIZE)
     # one whose worker died at its rung has not been measured
-    return cleanup.size_of(shared.sweep_folder.of_trial(trial.number).checkpoints) if known is None else known
+    return size_of_checkpoints(shared.sweep_folder.of_trial(trial.number)) if known is None else known
 
 
 def _prune(shared: WorkerStudy, trial: FrozenTrial, reason: str) -> RunFolder:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cached_property
 
 from optuna.exceptions import TrialPruned
@@ -18,6 +17,7 @@ from mgpu_slurm.core.errors import nearest
 from mgpu_slurm.core.files import locked, write_whole
 from mgpu_slurm.core.formatting import first_line
 from mgpu_slurm.metrics.report_socket import CONTINUE, Verdict
+from mgpu_slurm.metrics.report_socket import PAUSE as PAUSE_TRIAL
 from mgpu_slurm.rank.signals import Stop
 from mgpu_slurm.request import config as configs
 from mgpu_slurm.request.spec import REQUEUE_EXIT_CODE, TERMINATED_EXIT_CODE, Spec
@@ -25,15 +25,16 @@ from mgpu_slurm.run_folder import records
 from mgpu_slurm.run_folder.layout import RunFolder
 from mgpu_slurm.sweeps import hparams, optuna_adapter
 from mgpu_slurm.sweeps.search import space_function, trial_command
-from mgpu_slurm.sweeps.search.parameters import Values
+from mgpu_slurm.sweeps.search.parameters import Values, words_of
 from mgpu_slurm.sweeps.search.space import Space
 from mgpu_slurm.sweeps.search.sweep_file import Sweep
 from mgpu_slurm.sweeps.study import claims as claiming
-from mgpu_slurm.sweeps.study import recovery
+from mgpu_slurm.sweeps.study import outcomes, recovery
 from mgpu_slurm.sweeps.study import trial_queue as studies
 from mgpu_slurm.sweeps.study.recovery import Death
 from mgpu_slurm.sweeps.worker import copies, paused_trials, sweep_end
 from mgpu_slurm.sweeps.worker.messages import Assignment, Leave
+from mgpu_slurm.sweeps.worker.seed_runs import SeedRuns
 from mgpu_slurm.sweeps.worker.sweep_end import SweepEnd
 from mgpu_slurm.sweeps.worker.trial import WorkerTrial
 from mgpu_slurm.sweeps.worker.worker_health import WorkerHealth
@@ -63,6 +64,10 @@ class StudyClient:
         self._health = WorkerHealth(self._shared)
         self._sweep_end = SweepEnd(self._shared, spec.resources.gpus)
         self._trial: WorkerTrial | None = None
+        self._values: Values = {}
+        """The values of that trial."""
+        self._seed = 0
+        """The seed with which it is trained now, if it has several."""
         self._begun = 0
         """Number of trials begun here."""
         self.ended = 0
@@ -82,10 +87,13 @@ class StudyClient:
             stop: the stop that was requested of this worker.
         """
         if stop is not Stop.NO:
+            self.let_go(is_late=stop is not Stop.END)
             self._shared.show(**NO_TRIAL)
             if stop is Stop.END:
                 return Leave(TERMINATED_EXIT_CODE, "asked to end")
             return Leave(REQUEUE_EXIT_CODE, "the time limit is near")
+        if self._trial is not None and (order := self._next_seed()) is not None:
+            return order
         while True:
             self._shared.reread_sweep()
             over = self._sweep_end.why_over()
@@ -150,11 +158,50 @@ class StudyClient:
         with hparams.may_fail():
             hparams.write_start(own.folder, self._sweep, values, own.frozen().distributions)
         self._shared.show(trial=own.number, progress=0, metrics={}, reason="")
-        print(f"-- trial {own.number}{again(own.attempt)}: {as_words(values)}", flush=True)
+        again = f", attempt {own.attempt}" if own.attempt > 1 else ""
+        print(f"-- trial {own.number}{again}: {words_of(values)}", flush=True)
+        self._values = values
+        return self._assigned(own.attempt) if own.seeds is None else self._next_seed()
+
+    def _assigned(self, attempt: int, seed: int | None = None) -> Assignment:
+        own = self._running()
+        values = self._values | ({} if seed is None else {"seed": seed})
         words = trial_command.words_of(self._sweep.command, self._sweep.fixed | values)
         if words:
             write_whole(own.folder.config, configs.dump_yaml(self._sweep.fixed | values), sync=False)
-        return Assignment(own.number, own.attempt, values, words)
+        return Assignment(own.number, attempt, values, words, seed)
+
+    # -- several seeds
+
+    def _next_seed(self) -> Assignment | None:
+        """Return the next part of a trial with several seeds; None if it has ended here."""
+        own = self._running()
+        assert own.seeds is not None
+        while (seed := own.seeds.next(own.target)) is None:
+            self._judge_means(own, own.seeds)
+            if self._trial is None:
+                return None
+        self._seed = seed
+        run = own.folder.of_seed(seed)
+        run.path.mkdir(parents=True, exist_ok=True)
+        attempt = records.attempts_started(run) + 1
+        records.settle_event(run, "started", attempt=attempt, worker=self._worker.number)
+        return self._assigned(attempt, seed)
+
+    def _judge_means(self, own: WorkerTrial, seeds: SeedRuns) -> None:
+        """Report the means of all seeds, or complete the trial with them."""
+        target = own.target
+        means = own.metrics = seeds.means(target)
+        own.show_means(target, means)
+        if target is None:
+            own.complete({each.metric: means[each.metric] for each in self._sweep.objectives}, means, 0, 0)
+            self._ended()
+            return
+        verdict = own.report(target, means[self._sweep.metric])
+        if verdict.prune_reason is not None:
+            self.prune(verdict.prune_reason, target)
+        elif verdict.pauses:
+            self._pause(target)
 
     def _chosen(self, trial: Trial) -> Values | None:
         if isinstance(self._sweep.space, Space):
@@ -185,6 +232,8 @@ class StudyClient:
         own = self._running()
         own.metrics |= metrics
         value = metrics.get(self._sweep.metric)
+        if own.seeds is not None:
+            own.seeds.note(self._seed, progress, dict(own.metrics))
         shown: dict[str, object] = {"progress": progress, "metrics": metrics}
         if own.last_value is None:
             missing = _missing(self._sweep.metric, metrics)
@@ -193,7 +242,17 @@ class StudyClient:
         if self._shared.summary_is_due:
             self._shared.write_summary(at_once=False)
         # the scheduler ignores a report without the metric, which the job may report or return later
-        return CONTINUE if value is None else own.report(progress, value)
+        if value is None:
+            return CONTINUE
+        if own.seeds is not None:
+            return self._verdict_on_seed(own, progress, value)
+        return own.report(progress, value)
+
+    def _verdict_on_seed(self, own: WorkerTrial, progress: int, value: float) -> Verdict:
+        """Return what becomes of the run with one of several seeds: it pauses where the trial is judged."""
+        if not math.isfinite(value):
+            return Verdict(f"{self._sweep.metric} is {value}")
+        return PAUSE_TRIAL if own.target is not None and progress >= own.target else CONTINUE
 
     # -- the end of a trial
 
@@ -216,7 +275,7 @@ class StudyClient:
             # a job function that returns one number returns the metric
             result = {self._sweep.metric: result["value"]}
         reported = last_metrics | own.metrics
-        if own.last_value is not None:
+        if own.last_value is not None and own.seeds is None:
             reported[self._sweep.metric] = own.last_value
         found = reported | result if has_trained else result | reported
         names = [each.metric for each in self._sweep.objectives]
@@ -228,7 +287,12 @@ class StudyClient:
             if not math.isfinite(found[name]):
                 self.prune(f"{name} is {found[name]}", progress)
                 return
-        own.complete({name: found[name] for name in result}, found, step, progress)
+        returned = {name: found[name] for name in result}
+        if own.seeds is not None:
+            own.seeds.complete(self._seed, found, outcomes.Complete(found, found[names[0]], step, progress))
+            own.metrics = {}
+            return
+        own.complete(returned, found, step, progress)
         self._ended()
 
     def prune(self, reason: str, progress: int) -> None:
@@ -237,7 +301,14 @@ class StudyClient:
         self._ended()
 
     def pause(self, progress: int) -> None:
-        """Let the trial wait at its rung, with its checkpoint, for its promotion."""
+        """Let the trial wait at its rung, with its checkpoint, for its promotion; or go on to its next seed."""
+        own = self._running()
+        if own.seeds is None:
+            self._pause(progress)
+        else:
+            own.metrics = {}
+
+    def _pause(self, progress: int) -> None:
         self._running().pause(progress)
         self._ended(for_good=False)
 
@@ -277,6 +348,11 @@ class StudyClient:
         self._ended(for_good=has_failed)
         self._shared.show(**NO_TRIAL)
         self._shared.write_summary()
+
+    def let_go(self, is_late: bool = False) -> None:
+        """Give back a trial that has other seeds to be trained; `is_late` as for `give_back`."""
+        if self._trial is not None:
+            self.give_back(is_late, has_saved=True)
 
     def has_reported(self) -> bool:
         """Return whether the trial reported anything new since it began here."""
@@ -321,23 +397,3 @@ def _missing(metric: str, metrics: dict[str, float]) -> str:
     reported = f"; it reports {', '.join(names)}" if names else "; it reports nothing"
     hint = nearest(metric, names)
     return f"{metric!r}{hint if hint.startswith(' (did') else reported}"
-
-
-def again(attempt: int) -> str:
-    return f", attempt {attempt}" if attempt > 1 else ""
-
-
-def as_words(values: Values) -> str:
-    return "  ".join(
-        f"{name}={value:.6g}" if isinstance(value, float) else f"{name}={value}" for name, value in values.items()
-    )
-
-
-@dataclass(frozen=True)
-class Ending:
-    """How a trial ended on a rank."""
-
-    tell: Callable[[StudyClient], None]
-    """Call by which rank 0 reports it to the study."""
-    leave: Leave | None = None
-    """Why the worker leaves its nodes too, or None if it stays; the same on all ranks."""

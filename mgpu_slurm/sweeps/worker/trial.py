@@ -12,9 +12,9 @@ from typing import Any
 from optuna.trial import FrozenTrial, Trial, TrialState
 
 from mgpu_slurm.core import log_lines, retry
-from mgpu_slurm.core.files import locked, read_json, write_json
+from mgpu_slurm.core.files import locked, read_json, write_json, write_whole
 from mgpu_slurm.metrics.report_socket import CONTINUE, PAUSE, SAVE, Verdict
-from mgpu_slurm.registry import cleanup
+from mgpu_slurm.metrics.sinks import EventFiles, MetricsFile, Report
 from mgpu_slurm.run_folder import records
 from mgpu_slurm.run_folder.layout import RunFolder
 from mgpu_slurm.sweeps import front_marks, hparams, optuna_adapter
@@ -27,6 +27,7 @@ from mgpu_slurm.sweeps.study.recovery import Death
 from mgpu_slurm.sweeps.study.snapshots import SECONDS, until_of
 from mgpu_slurm.sweeps.worker import copies, paused_trials
 from mgpu_slurm.sweeps.worker.messages import Superseded
+from mgpu_slurm.sweeps.worker.seed_runs import SeedRuns
 from mgpu_slurm.sweeps.worker.worker_study import WorkerStudy
 
 
@@ -66,6 +67,8 @@ class WorkerTrial:
         """Last value of the metric; None before the first report."""
         self.metrics: dict[str, float] = {}
         """Last value of each metric that was reported here."""
+        self.seeds = SeedRuns(self.folder, self._sweep.seed_values) if self._sweep.seeds > 1 else None
+        """Its runs, if it is trained with several seeds."""
 
     def frozen(self) -> FrozenTrial:
         """Return the trial's current state in the study."""
@@ -83,6 +86,14 @@ class WorkerTrial:
             path = self.folder.parameters
             retry.for_the_disk(lambda: write_json(path, params), path)
 
+    @property
+    def target(self) -> int | None:
+        """The progress to which all its seeds are trained before it is judged; None for the end."""
+        rungs = self._shared.scheduler.rungs[:-1]
+        if self._shared.scheduler.pauses:
+            return rungs[self._until] if self._until < len(rungs) else None
+        return next((rung for rung in rungs if rung > max(self._reported, default=0)), None)
+
     def report(self, progress: int, value: float) -> Verdict:
         """Report to the study, and return what becomes of the trial."""
         self.last_value = value
@@ -96,6 +107,23 @@ class WorkerTrial:
             self._reported.add(progress)
             self.has_reported = True
         return self._judge() if self._is_due(progress) else PAUSE if self._pauses else CONTINUE
+
+    def show_means(self, progress: int | None, means: dict[str, float]) -> None:
+        """Add the means of all seeds to the trial's curves, and keep the config of the first one as the trial's.
+
+        Args:
+            progress: None at the end, where no curve has a point.
+        """
+        first = self.folder.of_seed(self._sweep.seed_values[0]).config
+        if first.exists() and not self.folder.config.exists():
+            write_whole(self.folder.config, first.read_text(), sync=False)
+        if progress is None or progress in self._reported:
+            return
+        with hparams.may_fail():
+            report = Report(progress, progress, records.now(), self.attempt, means, {})
+            for sink in (MetricsFile(self.folder), EventFiles(self.folder)):
+                sink.report(report)
+                sink.close(progress)
 
     def _note_violations(self, metrics: Mapping[str, float], progress: int | None = None) -> None:
         """Store which constraints are violated, before the values at which they are.
@@ -225,7 +253,7 @@ class WorkerTrial:
     def pause(self, progress: int) -> None:
         """Let the trial wait at its rung, and prune paused trials that will never be promoted."""
         paused_trials.keep_newest_checkpoint(self.folder)
-        size = cleanup.size_of(self.folder.checkpoints)
+        size = paused_trials.size_of_checkpoints(self.folder)
         with locked(self._sweep_folder.trials_lock):
             self._check_is_mine()
             claiming.pause(self._study, self.frozen(), size)

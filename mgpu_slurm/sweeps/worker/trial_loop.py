@@ -30,6 +30,7 @@ from mgpu_slurm.sweeps.worker.messages import (
     RAISED_TOGETHER,
     Assignment,
     BrokenWorker,
+    Ending,
     Leave,
     SweepFailed,
     as_plain,
@@ -37,7 +38,7 @@ from mgpu_slurm.sweeps.worker.messages import (
     undisturbed,
 )
 from mgpu_slurm.sweeps.worker.process_reset import Reset, ResourceUsage, growth, keep_freed_memory
-from mgpu_slurm.sweeps.worker.study_client import Ending, StudyClient
+from mgpu_slurm.sweeps.worker.study_client import StudyClient
 from mgpu_slurm.training import entry
 
 
@@ -115,6 +116,7 @@ class WorkerRank:
                 if too_much := self._too_much():
                     # the unfinished mark still exists, so the ranks are restarted in place
                     log_lines.say(f"trials have left {too_much}: restarting the ranks")
+                    self._told(lambda own: own.let_go())
                     return
         except (SweepFailed, BrokenWorker):
             self._mark_finished()
@@ -132,6 +134,7 @@ class WorkerRank:
 
     def _train(self, order: Assignment) -> Ending:
         folder = self._rank.folder.group.of_trial(order.number)
+        folder = folder if order.seed is None else folder.of_seed(order.seed)
         retry.for_the_disk(lambda: folder.logs.mkdir(parents=True, exist_ok=True), folder.logs)
         with self._logging_to(folder.rank_log(order.attempt, self._rank.facts.rank)):
             if self._client is not None:

@@ -155,6 +155,20 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         change(metric=None, metrics={"a": "maximize", "b": "minimize"}, sampler="cmaes"),
         "sampler cmaes: it takes one metric: choose tpe, random, grid, gp",
     ),
+    "no seeds": (change(seeds=0), "seeds 0: expected at least 1"),
+    "seeds with a pruner that does not compare at rungs": (
+        change(seeds=2, pruner="median"),
+        "seeds 2: pruner median does not compare trials at rungs: choose none, hyperband, asha",
+    ),
+    "seed as a parameter too": (
+        change(seeds=2, space={"seed": {"int": [0, 1]}}),
+        "space: seed is not a parameter if `seeds` is set",
+    ),
+    "seed that is no number": (change(seeds=2, fixed={"seed": "a"}), "fixed seed 'a': the seeds count up from it"),
+    "command without the seed": (
+        change(seeds=2, job={"command": "python t.py {lr}"}, space={"lr": {"float": [0, 1]}}),
+        "seed: the command does not take it: write {seed} where it belongs",
+    ),
     "bound that is no number": (change(constraints={"gib": 70}), "constraints"),
     "missing study": (without("study"), "'study' has no default and was not given"),
     "invalid study name": (change(study="a/b"), "run name 'a/b'"),
