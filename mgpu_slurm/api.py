@@ -229,7 +229,7 @@ class Study(Group):
 
     @property
     def best(self) -> dict[str, Any] | None:
-        """The best trial so far, with `number`, `value`, `params` and more; None until a trial completes.
+        """The best trial so far, with `number`, `value`, `params` and more; None until one is complete and feasible.
 
         With several metrics, that with the best value of the first one; see `front`.
         """
@@ -238,7 +238,7 @@ class Study(Group):
 
     @property
     def front(self) -> list[dict[str, Any]]:
-        """With several metrics, the complete trials than which none is better in all of them, as `best` has them."""
+        """With several metrics, the complete trials that no other beats in all of them, as `best` has them."""
         return [trial.to_json() for trial in sweep_state.summary_of(self.files).front]
 
 

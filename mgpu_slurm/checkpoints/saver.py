@@ -209,6 +209,7 @@ class Saver:
         except OSError as error:
             log_lines.warn(f"cannot publish {_name(progress)}: {error}")
             self._has_lost = True
+            self._best.lost()
             return
         best = self._best.published(key)
         try:

@@ -76,7 +76,7 @@ def sweep(
 def best(name: str, as_yaml: bool, top: int | None, trial: int | None, as_json: bool) -> None:
     """Show the best trial of a sweep, and how to train it again.
 
-    With several metrics, list the trials than which none is better in all of them: the Pareto front.
+    With several metrics, list the Pareto front: the trials that no other trial beats in all of them.
     """
     from dataclasses import asdict
 
@@ -91,9 +91,10 @@ def best(name: str, as_yaml: bool, top: int | None, trial: int | None, as_json: 
         return
     folder = lookup.find(name)
     front = None if trial is not None else best_trial.front(folder)
-    if front is not None:
-        if as_yaml:
+    if front is not None and as_yaml:
+        if len(front.trials) > 1:
             raise UserError(f"--yaml: study {name} has {len(front.trials)} best trials: add --trial N")
+    elif front is not None:
         if as_json:
             print_json(front.to_json())
         else:

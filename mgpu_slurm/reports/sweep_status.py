@@ -87,7 +87,8 @@ def _best(folder: RunFolder, summary: SweepSummary) -> list[str]:
         return [f"{'' if place else 'front':<9} {line}" for place, line in enumerate(shown)]
     found = summary.best or summary.furthest
     if found is None:
-        return [f"best      none {'violates no constraint' if summary.trials['COMPLETE'] else 'yet'}"]
+        why = ": every complete trial violates a constraint" if summary.trials["COMPLETE"] else " yet"
+        return [f"best      none{why}"]
     return [f"best      {_trial(summary, found)}"]
 
 

@@ -14,7 +14,6 @@ from mgpu_slurm.registry import lookup, sweep_state
 from mgpu_slurm.request.config import Config
 from mgpu_slurm.run_folder.layout import RunFolder
 from mgpu_slurm.sweeps.optuna_adapter import CONSTRAINT
-from mgpu_slurm.sweeps.scheduling.judged_values import CHANGES
 from mgpu_slurm.sweeps.scheduling.observations import COPY_OF
 from mgpu_slurm.sweeps.search import sweep_file
 from mgpu_slurm.sweeps.search.parameters import Choice, Float, Int, Parameter, Values, kept
@@ -104,7 +103,7 @@ def _violations(trial: FrozenTrial, other: Sweep, sweep: Sweep) -> dict[str, Any
     """Return the attributes for the constraints that a trial has violated; those of another study are unknown."""
     if other.constraints != sweep.constraints:
         return {f"{CONSTRAINT}{each.metric}": 0.0 for each in sweep.constraints}
-    return {key: value for key, value in trial.system_attrs.items() if key == CHANGES or key.startswith(CONSTRAINT)}
+    return {key: value for key, value in trial.system_attrs.items() if key.startswith(CONSTRAINT)}
 
 
 # -- grid around the best trials
@@ -123,8 +122,9 @@ def around(values: Config, name: str) -> Config:
     if not isinstance(sweep.space, Space):
         raise UserError(f"--around {name}: its space is a function, whose ranges are unknown")
     complete = summary.ranked(summary.own_trials(study), sweep)
+    feasible = " and violate no constraint" if sweep.constraints else ""
     if len(complete) < LEAST_BEST:
-        raise UserError(f"--around {name}: {len(complete)} of its trials are complete: it needs {LEAST_BEST}")
+        raise UserError(f"--around {name}: {len(complete)} of its trials are complete{feasible}: it needs {LEAST_BEST}")
     best = [summary.parameters(trial, sweep) for trial in complete[: max(LEAST_BEST, _share(len(complete)))]]
     changed = {key: value for key, value in values.items() if key not in ("enqueue", "warm_start")}
     if changed.get("study") == folder.run:

@@ -58,7 +58,8 @@ class Deaths:
         first.join()
         other = workers.run(folder, 1, 1)
         other.join()
-        return _problems(folder, [other.exitcode])
+        told = [] if first.exitcode == -signal.SIGKILL else [f"the first worker ended with {first.exitcode}"]
+        return told + _problems(folder, [other.exitcode])
 
     def many(self, seed: int, most: int) -> list[str]:
         """Kill three workers at once, each several times, and return what is wrong.
@@ -74,8 +75,10 @@ class Deaths:
             started = [workers.run(folder, number, attempt, death) for number, death in enumerate(deaths)]
             for process in started:
                 process.join()
-            codes += [process.exitcode for process in started if process.exitcode != -signal.SIGKILL]
-        return _problems(folder, codes)
+            codes += [process.exitcode for process in started]
+        survivors = [code for code in codes if code != -signal.SIGKILL]
+        told = [] if len(survivors) < len(codes) else ["no worker was killed"]
+        return told + _problems(folder, survivors)
 
 
 def _problems(folder: RunFolder, codes: list[int | None]) -> list[str]:

@@ -195,7 +195,7 @@ def test_each_epoch_has_a_checkpoint_and_result_is_the_last_accuracy(digits: Sub
     assert {path.name for path in checkpoints.iterdir()} == {"step-000000045", "step-000000090"}
     result = json.loads((digits.folder / "result.json").read_text())
     last = read_jsonl(digits.folder / "metrics.jsonl")[-1]
-    assert result["result"] == {"accuracy": last["metrics"]["accuracy"]}
+    assert result["result"] == {"accuracy": last["metrics"]["accuracy"], "parameters": 29066}
     assert (result["step"], result["progress"]) == (2 * STEPS, 2)
     assert last["metrics"]["accuracy"] > 0.9
 

@@ -149,7 +149,7 @@ def test_trial_of_a_killed_worker_continues_and_the_sweep_can_grow(project: Proj
 
     # what makes it another study is refused, with the difference
     for words, said in [
-        (["metric=loss", "direction=minimize"], "metric was score, to maximize and is loss, to minimize"),
+        (["metric=loss", "direction=minimize"], "metric was score (maximize) and is loss (minimize)"),
         (["space.x.float=[0, 2]"], "space: x was float 0 to 1 and is float 0 to 2"),
         (["fixed.epochs=4"], "fixed was "),
         (["job=other.py"], "job was job.py and is other.py"),

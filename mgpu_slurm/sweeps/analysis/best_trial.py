@@ -93,8 +93,7 @@ class Front:
         ]
         header = ["TRIAL", *self.metrics, *params]
         return [
-            f"front     {counted(len(self.trials), 'trial')} of study {self.study}, than which none is better in all"
-            " metrics",
+            f"front     {counted(len(self.trials), 'trial')} of study {self.study} that no other beats in all metrics",
             *tabulate(rows, header, tablefmt="plain", disable_numparse=True).splitlines(),
             f"again     {program()} best {self.study} --trial N   (all values, and the command that trains it again)",
         ]
@@ -159,7 +158,7 @@ def _summary(folder: RunFolder) -> SweepSummary:
 def _none_yet(folder: RunFolder, summary: SweepSummary) -> UserError:
     told = "no trial is complete yet"
     if summary.trials["COMPLETE"]:
-        told = f"each of its {counted(summary.trials['COMPLETE'], 'complete trial')} violates a constraint"
+        told = "every complete trial violates a constraint"
     return UserError(f"study {folder.run}: {told}: see `{program()} status {folder.run}`")
 
 
@@ -181,12 +180,9 @@ def _trial(folder: RunFolder, number: int) -> TrialSummary:
 
 
 def _state(trial: TrialSummary, sweep: Sweep) -> str:
-    if trial.infeasible:
-        return trial.reason
-    if trial.state == "COMPLETE":
-        return ""
     of = "" if sweep.pruner.max_resource is None else f" of {sweep.pruner.max_resource}"
-    return f"at progress {trial.progress}{of}, {TRIAL_WORDS[trial.state]}"
+    told = f"at progress {trial.progress}{of}, {TRIAL_WORDS[trial.state]}" if trial.state != "COMPLETE" else ""
+    return ": ".join(filter(None, [told, trial.reason]))
 
 
 def _command(folder: RunFolder, sweep: Sweep, trial: RunFolder, config: Config) -> str:

@@ -12,7 +12,7 @@ from optuna.study import Study
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
 from mgpu_slurm.core.errors import UserError
-from mgpu_slurm.sweeps.scheduling.judged_values import value_of
+from mgpu_slurm.sweeps.scheduling.judged_values import is_feasible, value_of
 from mgpu_slurm.sweeps.scheduling.observations import Observations
 from mgpu_slurm.sweeps.search.sweep_file import Sweep
 from mgpu_slurm.sweeps.study import summary
@@ -43,6 +43,8 @@ class Importances:
     """What the trials of a study show of its parameters."""
 
     study: str
+    metric: str
+    """The metric by which they are compared: the first one."""
     at: str
     """Where the trials are compared: `progress 9`, or `the end`."""
     trials: int
@@ -54,7 +56,8 @@ class Importances:
         """Return a description for people."""
         width = max((len(each.name) for each in self.parameters), default=0)
         return [
-            f"importance of the parameters of study {self.study}, by {self.trials} values at {self.at}",
+            f"importance of the parameters of study {self.study} for {self.metric}, by {self.trials} values at"
+            f" {self.at}",
             *(
                 f"{each.name:<{width}}  {each.share:4.0%}  ({each.low:.0%} to {each.high:.0%})"
                 for each in self.parameters
@@ -88,13 +91,20 @@ def importance(study: Study, sweep: Sweep, seed: int = 0) -> Importances:
         parameters.append(Importance(name, whole[name], shares[tail], shares[-1 - tail]))
     level = observations.level
     at = "the end" if level is None else f"progress {level}"
-    return Importances(sweep.study, at, len(observed), tuple(parameters))
+    return Importances(sweep.study, sweep.metric, at, len(observed), tuple(parameters))
 
 
 def _shares(trials: Sequence[FrozenTrial], names: Sequence[str], sweep: Sweep) -> dict[str, float]:
     study = optuna.create_study(direction=sweep.direction)
+    values = [value for trial in trials if (value := value_of(trial)) is not None]
+    worst = min(values) if sweep.direction == "maximize" else max(values)
     study.add_trials(
-        create_trial(value=value_of(trial), params=trial.params, distributions=trial.distributions) for trial in trials
+        create_trial(
+            value=value_of(trial) if is_feasible(trial) else worst,
+            params=trial.params,
+            distributions=trial.distributions,
+        )
+        for trial in trials
     )
     # a parameter that depends on others may be in none of the trials that were drawn
     present = [name for name in names if any(name in trial.params for trial in trials)]

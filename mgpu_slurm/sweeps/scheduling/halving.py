@@ -60,6 +60,9 @@ class StopOnly(Scheduler):
             return Decision.COMPLETE
         if rung < bracket:
             return Decision.CONTINUE
+        if not math.isfinite(entry.values[rung]):
+            # it violates a constraint
+            return Decision.PRUNE
         others = [
             each.values[rung]
             for each in snapshot.entries.values()

@@ -36,7 +36,7 @@ class Observations:
             enough: number of trials with a value at a level, or failed, for which it is used.
         """
         self._levels = levels
-        self._enough = enough
+        self.enough = enough
         self._facts: dict[int, _Facts] = {}
         self._shown: dict[tuple[int, int], tuple[FrozenTrial, FrozenTrial]] = {}
         """Trials, and how they are shown, by number and level."""
@@ -99,9 +99,9 @@ class Observations:
         count = 0
         for level in reversed(range(levels)):
             count += reached[level + 1]
-            if count and count + len(worst) >= self._enough:
+            if count and count + len(worst) >= self.enough:
                 return level
-        return levels if finals and finals + len(worst) >= self._enough else None
+        return levels if finals and finals + len(worst) >= self.enough else None
 
     def _value(self, facts: _Facts, level: int) -> float | None:
         if facts.final is not None and level >= len(self._levels) - 1:

@@ -141,10 +141,10 @@ class RungTpe(LearningTpe):
         if known.shown is None:
             return self._at_random(study, trial, space)
         shown = known.shown
-        if not self._draws_together:
+        if len(space) <= 1 or not self._draws_together:
             return {name: self.draw(shown, trial, {name: each})[name] for name, each in space.items()}
         drawn: dict[str, Any] = {}
-        for names, view in _groups(study, shown, space):
+        for names, view in _groups(study, shown, space, self._observations.enough):
             part = {name: space[name] for name in names}
             drawn |= self._at_random(study, trial, part) if view is None else self.draw(view, trial, part)
         return drawn
@@ -228,18 +228,21 @@ class RungTpe(LearningTpe):
 
 
 def _groups(
-    study: Study, shown: TrialsView, space: Mapping[str, BaseDistribution]
+    study: Study, shown: TrialsView, space: Mapping[str, BaseDistribution], enough: int
 ) -> Iterator[tuple[Sequence[str], TrialsView | None]]:
     """Yield the parameters that are drawn together, with the study that shows what is good for them; None if too few
     trials have them.
 
     That is one group, unless most trials are from an earlier study that lacked some of the parameters.
+
+    Args:
+        space: parameters that do not depend on others.
+        enough: fewest trials from which to learn.
     """
     ended = [each for each in shown.trials_shown if each.state.is_finished()]
     whole = sum(space.keys() <= each.params.keys() for each in ended)
     if 2 * whole >= len(ended):
-        if space:
-            yield list(space), shown
+        yield list(space), shown
         return
     groups: dict[tuple[bool, ...], list[str]] = {}
     for name in space:
@@ -247,7 +250,7 @@ def _groups(
     for has, names in groups.items():
         with_them = {each.number for each, is_there in zip(ended, has, strict=True) if is_there}
         observed = [each for each in shown.trials_shown if not each.state.is_finished() or each.number in with_them]
-        yield names, TrialsView(study, observed) if len(with_them) >= ENOUGH else None
+        yield names, TrialsView(study, observed) if len(with_them) >= enough else None
 
 
 # -- the points of a finite space

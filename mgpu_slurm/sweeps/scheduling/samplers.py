@@ -185,7 +185,17 @@ def _worse(values: Sequence[float], direction: StudyDirection) -> float:
 
 
 class _Gp(_ByValue, GPSampler):
-    pass
+    def _with_bad(self, study: Study, trials: list[FrozenTrial]) -> list[FrozenTrial]:
+        return list(map(_with_sorted_constraints, super()._with_bad(study, trials)))
+
+
+def _with_sorted_constraints(trial: FrozenTrial) -> FrozenTrial:
+    """Return the trial with its constraints in the same order as those of others, which is that of GP's columns."""
+    if len(trial.constraints) < 2:
+        return trial
+    shown = copy.copy(trial)
+    shown.system_attrs = dict(sorted(trial.system_attrs.items()))
+    return shown
 
 
 class _Cmaes(_ByValue, TextCmaEs):

@@ -136,7 +136,8 @@ class Scheduler(ABC):
 
     @abstractmethod
     def decide(self, snapshot: Snapshot, number: int) -> Decision | Clone:
-        """Decide on a running trial that has reported a finite value at its rung."""
+        """Decide on a running trial that has reported a value at its rung: an infinite one if it violates a
+        constraint."""
 
     def next_job(self, snapshot: Snapshot) -> Job | None:
         """Return what a worker without a trial should do; None if nothing, and it leaves."""
@@ -179,5 +180,9 @@ class OptunaPruner(Scheduler):
         return progress < self._end
 
     def decide(self, snapshot: Snapshot, number: int) -> Decision:
-        trial = snapshot.study.own_trial(number)
-        return Decision.PRUNE if self._pruner.prune(snapshot.study, trial) else Decision.CONTINUE
+        reports = snapshot.study.own_trial(number).intermediate_values
+        if not math.isfinite(reports[max(reports)]):
+            return Decision.PRUNE
+        # medians of infinite values are NaN
+        study = snapshot.study.with_finite_reports()
+        return Decision.PRUNE if self._pruner.prune(study, study.own_trial(number)) else Decision.CONTINUE

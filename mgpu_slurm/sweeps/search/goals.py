@@ -28,7 +28,7 @@ class Objective:
         return -value if self.direction == "maximize" else value
 
     def __str__(self) -> str:
-        return f"{self.metric}, to {self.direction}"
+        return f"{self.metric} ({self.direction})"
 
 
 @dataclass(frozen=True)

@@ -253,12 +253,16 @@ def _checked(keys: _Keys, source: str) -> Sweep:
     _check_points(made)
     if made.pruner.name == "pbt":
         _check_population(made)
-    if len(made.objectives) > 1 and made.sampler.name == "cmaes":
-        raise UserError(f"sampler cmaes: it takes one metric: choose {', '.join(_SAMPLERS_FOR_SEVERAL)}")
-    if made.pruner.pauses and made.sampler.name not in _SAMPLERS_WITH_PAUSES:
+    if made.sampler.name == "cmaes" and (len(made.objectives) > 1 or made.constraints):
+        raise UserError(
+            f"sampler cmaes: it takes one metric and no constraints: choose {', '.join(_SAMPLERS_FOR_SEVERAL)}"
+        )
+    # with several metrics, tpe is Optuna's
+    with_pauses = _SAMPLERS_WITH_PAUSES if len(made.objectives) == 1 else _SAMPLERS_WITH_PAUSES[1:]
+    if made.pruner.pauses and made.sampler.name not in with_pauses:
         raise UserError(
             f"sampler {made.sampler.name}: it learns from ended trials only, and would draw at random while trials are"
-            f" paused: choose {', '.join(_SAMPLERS_WITH_PAUSES)}, or set `pause: false` in the pruner"
+            f" paused: choose {', '.join(with_pauses)}, or set `pause: false` in the pruner"
         )
     return made
 

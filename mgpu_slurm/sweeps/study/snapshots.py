@@ -6,6 +6,8 @@ part the two. What is stored is `UNTIL`, which only grows: no trial is promoted 
 
 from __future__ import annotations
 
+import copy
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -156,6 +158,19 @@ class Snapshots:
 class OwnTrials(TrialsView):
     """A study with its own trials only."""
 
+    def with_finite_reports(self) -> OwnTrials:
+        """Return the study without the reports at which trials violated a constraint."""
+        return OwnTrials(self._study, list(map(_with_finite_reports, self.trials_shown)))
+
     def own_trial(self, number: int) -> FrozenTrial:
         """Return a trial by its number among the study's own."""
         return self.trials_shown[number]
+
+
+def _with_finite_reports(trial: FrozenTrial) -> FrozenTrial:
+    finite = {at: value for at, value in trial.intermediate_values.items() if math.isfinite(value)}
+    if len(finite) == len(trial.intermediate_values):
+        return trial
+    shown = copy.copy(trial)
+    shown.intermediate_values = finite
+    return shown

@@ -59,7 +59,7 @@ def best_of(trials: Iterable[FrozenTrial], sweep: Sweep) -> FrozenTrial | None:
 
 
 def front_of(trials: Iterable[FrozenTrial], sweep: Sweep) -> list[FrozenTrial]:
-    """Return the Pareto front: the trials than which none is better in one objective and as good in all others.
+    """Return the Pareto front: the trials that no other beats, by being better in one objective and as good in all.
 
     They are ranked by the first objective; of equal trials, only the first is returned.
     """
@@ -171,7 +171,8 @@ def _is_known_point(trial: FrozenTrial, sweep: Sweep) -> bool:
     """Return whether the trial's values are from the sweep file."""
     if COPY_OF in trial.system_attrs:
         return False
-    return sweep.sampler.name != "grid" and bool(trial.system_attrs.get(FIXED_PARAMS)) and bool(trial.values)
+    has_value = trial.state.is_finished() and bool(trial.values or trial.intermediate_values)
+    return sweep.sampler.name != "grid" and bool(trial.system_attrs.get(FIXED_PARAMS)) and has_value
 
 
 def described(trial: FrozenTrial, sweep: Sweep) -> TrialSummary:

@@ -36,7 +36,7 @@ from mgpu_slurm.sweeps.worker import copies, paused_trials, sweep_end
 from mgpu_slurm.sweeps.worker.messages import Assignment, Leave
 from mgpu_slurm.sweeps.worker.seed_runs import SeedRuns
 from mgpu_slurm.sweeps.worker.sweep_end import SweepEnd
-from mgpu_slurm.sweeps.worker.trial import WorkerTrial
+from mgpu_slurm.sweeps.worker.trial import WorkerTrial, last_metrics_of
 from mgpu_slurm.sweeps.worker.worker_health import WorkerHealth
 from mgpu_slurm.sweeps.worker.worker_study import WorkerStudy
 
@@ -183,6 +183,7 @@ class StudyClient:
                 return None
         self._seed = seed
         run = own.folder.of_seed(seed)
+        own.metrics = last_metrics_of(run)
         run.path.mkdir(parents=True, exist_ok=True)
         attempt = records.attempts_started(run) + 1
         records.settle_event(run, "started", attempt=attempt, worker=self._worker.number)
@@ -290,7 +291,6 @@ class StudyClient:
         returned = {name: found[name] for name in result}
         if own.seeds is not None:
             own.seeds.complete(self._seed, found, outcomes.Complete(found, found[names[0]], step, progress))
-            own.metrics = {}
             return
         own.complete(returned, found, step, progress)
         self._ended()
@@ -302,11 +302,8 @@ class StudyClient:
 
     def pause(self, progress: int) -> None:
         """Let the trial wait at its rung, with its checkpoint, for its promotion; or go on to its next seed."""
-        own = self._running()
-        if own.seeds is None:
+        if self._running().seeds is None:
             self._pause(progress)
-        else:
-            own.metrics = {}
 
     def _pause(self, progress: int) -> None:
         self._running().pause(progress)

@@ -12,7 +12,7 @@ from typing import Any
 from optuna.trial import FrozenTrial, Trial, TrialState
 
 from mgpu_slurm.core import log_lines, retry
-from mgpu_slurm.core.files import locked, read_json, write_json, write_whole
+from mgpu_slurm.core.files import locked, read_json, read_jsonl, write_json, write_whole
 from mgpu_slurm.metrics.report_socket import CONTINUE, PAUSE, SAVE, Verdict
 from mgpu_slurm.metrics.sinks import EventFiles, MetricsFile, Report
 from mgpu_slurm.run_folder import records
@@ -24,7 +24,7 @@ from mgpu_slurm.sweeps.study import claims as claiming
 from mgpu_slurm.sweeps.study import outcomes, recovery
 from mgpu_slurm.sweeps.study import trial_queue as studies
 from mgpu_slurm.sweeps.study.recovery import Death
-from mgpu_slurm.sweeps.study.snapshots import SECONDS, until_of
+from mgpu_slurm.sweeps.study.snapshots import SECONDS, copy_of, until_of
 from mgpu_slurm.sweeps.worker import copies, paused_trials
 from mgpu_slurm.sweeps.worker.messages import Superseded
 from mgpu_slurm.sweeps.worker.seed_runs import SeedRuns
@@ -65,10 +65,18 @@ class WorkerTrial:
         """Progress of the last report here."""
         self.last_value: float | None = before[max(before)] if before else None
         """Last value of the metric; None before the first report."""
-        self.metrics: dict[str, float] = {}
-        """Last value of each metric that was reported here."""
+        self.metrics = self._known_metrics(frozen)
+        """Last value of each metric that was reported, also by earlier attempts."""
         self.seeds = SeedRuns(self.folder, self._sweep.seed_values) if self._sweep.seeds > 1 else None
         """Its runs, if it is trained with several seeds."""
+
+    def _known_metrics(self, frozen: FrozenTrial) -> dict[str, float]:
+        copied = copy_of(frozen)
+        if copied is None:
+            return last_metrics_of(self.folder)
+        # it continues from the checkpoint of another one
+        source = self._sweep_folder.of_trial(copied.source)
+        return last_metrics_of(source, copied.progress) | last_metrics_of(self.folder)
 
     def frozen(self) -> FrozenTrial:
         """Return the trial's current state in the study."""
@@ -273,6 +281,15 @@ class WorkerTrial:
     def _end(self, how: str) -> None:
         self.record("ended", how=how)
         print(f"-- trial {self.number}: {how}  ({time.monotonic() - self._began:.1f} s)", flush=True)
+
+
+def last_metrics_of(run: RunFolder, until: float = math.inf) -> dict[str, float]:
+    """Return the last value of each metric that a run has reported up to a progress."""
+    found: dict[str, float] = {}
+    for record in read_jsonl(run.metrics):
+        if record["progress"] <= until:
+            found |= record["metrics"]
+    return found
 
 
 def _keep_apart(folder: RunFolder, trial: FrozenTrial) -> None:

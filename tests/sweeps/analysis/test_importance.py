@@ -47,7 +47,7 @@ def test_parameter_that_decides_is_first_and_intervals_hold_the_estimate(directi
     assert found.parameters[0].share > 0.5
     for each in found.parameters:
         assert 0 <= each.low <= each.high <= 1
-    assert found.lines()[0] == "importance of the parameters of study s, by 60 values at progress 1"
+    assert found.lines()[0] == "importance of the parameters of study s for score, by 60 values at progress 1"
 
 
 @pytest.mark.parametrize(("long", "at"), [(29, "progress 1"), (30, "progress 9")])

@@ -269,10 +269,23 @@ class TestPartialTrials:
         assert sum(abs(y - 0.8) < 0.2 for _, y in found[20:]) >= 14, found
         assert sum(abs(x - 0.3) < 0.15 for x, _ in found[20:]) >= 14, found
 
+    def test_parameter_that_depends_on_another_is_learnt_from_the_few_that_have_it(self) -> None:
+        study = make_study({
+            "opt": {"choice": ["a", "b", "c", "d"]}, "m": {"float": [0.0, 1.0], "when": {"opt": "a"}},
+        })  # fmt: skip
+        found = []
+        for _ in range(60):
+            trial = ask(study)
+            opt = trial.suggest_categorical("opt", ["a", "b", "c", "d"])
+            m = trial.suggest_float("m", 0, 1) if opt == "a" else 1.0
+            found += [m] if opt == "a" else []
+            study.tell(trial, abs(m - 0.3))
+        assert sum(abs(m - 0.3) < 0.2 for m in found[len(found) // 2 :]) > 0.6 * len(found) / 2, found
+
     def test_all_are_drawn_together_when_most_trials_have_all(self) -> None:
         study = self.of_earlier(12)
         self.points(study, 12)
         sampler: Any = study.sampler
         known = sampler._look(study, study.trials[0])
         space = {name: optuna.distributions.FloatDistribution(0, 1) for name in "xy"}
-        assert [list(names) for names, _ in rung_tpe._groups(study, known.shown, space)] == [["x", "y"]]
+        assert [list(names) for names, _ in rung_tpe._groups(study, known.shown, space, 10)] == [["x", "y"]]

@@ -153,7 +153,15 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "cmaes for several metrics": (
         change(metric=None, metrics={"a": "maximize", "b": "minimize"}, sampler="cmaes"),
-        "sampler cmaes: it takes one metric: choose tpe, random, grid, gp",
+        "sampler cmaes: it takes one metric and no constraints: choose tpe, random, grid, gp",
+    ),
+    "cmaes with constraints": (
+        change(sampler="cmaes", constraints={"gib": "<= 7"}),
+        "sampler cmaes: it takes one metric and no constraints",
+    ),
+    "tpe for several metrics with pauses": (
+        change(metric=None, metrics={"a": "maximize", "b": "minimize"}, pruner={"name": "asha", "max_resource": 9}),
+        "would draw at random while trials are paused: choose random, grid, or set `pause: false`",
     ),
     "no seeds": (change(seeds=0), "seeds 0: expected at least 1"),
     "seeds with a pruner that does not compare at rungs": (

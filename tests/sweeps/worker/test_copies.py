@@ -53,6 +53,16 @@ def replace_last(folder: RunFolder, part: StudyClient) -> None:
     assert (states(folder), saved(folder, 3)) == (["WAITING"] * 3 + ["PRUNED"], [])
 
 
+def test_copy_knows_the_metrics_of_its_source_up_to_the_checkpoint(tmp_path: Path) -> None:
+    folder = make_population(tmp_path)
+    part = worker(folder, 0)
+    replace_last(folder, part)
+    for progress, size in ((1, 7.0), (3, 9.0)):
+        files.append_jsonl(folder.of_trial(0).metrics, {"progress": progress, "metrics": {"size": size}})
+    begin(part)
+    assert part._running().metrics == {"size": 7.0}
+
+
 def test_copy_has_the_checkpoint_of_its_source_and_changed_values(tmp_path: Path) -> None:
     folder = make_population(tmp_path)
     part = worker(folder, 0)

@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 
 from mgpu_slurm.core.errors import UserError
-from mgpu_slurm.core.files import read_json
+from mgpu_slurm.core.files import append_jsonl, read_json
 from mgpu_slurm.metrics.report_socket import CONTINUE, PAUSE, Verdict
 from mgpu_slurm.run_folder.layout import RunFolder
 from mgpu_slurm.sweeps import hparams
 from mgpu_slurm.sweeps.analysis import best_trial, trial_table
+from mgpu_slurm.sweeps.analysis.importance import importance
 from mgpu_slurm.sweeps.study import summary
 from mgpu_slurm.sweeps.worker import sweep_end
 from mgpu_slurm.sweeps.worker.paused_trials import WORSE
@@ -83,6 +84,20 @@ class TestSeveralObjectives:
         part.complete({}, {"score": 0.6}, step=2, progress=2)
         assert study_of(folder).trials[0].values == [0.6, 7]
 
+    def test_metrics_of_earlier_attempts_count(self, tmp_path: Path) -> None:
+        folder = make_front(tmp_path, constraints={"gib": "<= 9"})
+        part = worker(folder, 0)
+        number = begin(part).number
+        append_jsonl(folder.of_trial(number).metrics, {"progress": 1, "metrics": {"score": 0.5, "size": 7, "gib": 3}})
+        part.report(1, {"score": 0.5, "size": 7, "gib": 3})
+        part.give_back(is_late=True, has_saved=True)
+        other = worker(folder, 1)
+        begin(other)
+        other.report(2, {"score": 0.6})
+        # as after a checkpoint, which has the metrics of the last report
+        other.complete({"score": 0.6}, {"score": 0.6}, step=2, progress=2)
+        assert study_of(folder).trials[0].values == [0.6, 7]
+
     def test_missing_objective_fails_the_trial_and_nan_prunes_it(self, tmp_path: Path) -> None:
         folder = make_front(tmp_path)
         part = worker(folder, 0)
@@ -143,7 +158,7 @@ class TestSeveralObjectives:
         found = best_trial.front(folder)
         assert found is not None
         head, table, first, second, again = found.lines()
-        assert head == "front     2 trials of study s, than which none is better in all metrics"
+        assert head == "front     2 trials of study s that no other beats in all metrics"
         assert (table.split(), first.split()[:3], second.split()[:3]) == (
             ["TRIAL", "score", "size", "x"], ["1", "0.9", "90"], ["0", "0.5", "10"],
         )  # fmt: skip
@@ -168,7 +183,7 @@ class TestConstraints:
         complete(part, score=0.9, gib=71.5, rate=4)
         assert sweep_end.since_best(study_of(folder).trials, sweep_of(folder)) == 1
         summary.write(folder, study_of(folder), sweep_of(folder))
-        with pytest.raises(UserError, match="each of its 1 complete trial violates a constraint"):
+        with pytest.raises(UserError, match="every complete trial violates a constraint"):
             best_trial.best(folder)
         complete(part, score=0.5, gib=70, rate=5)
         complete(part, score=0.6, gib=80, rate=5)
@@ -249,6 +264,46 @@ class TestConstraints:
             else:
                 part.complete({"score": x, "gib": x}, {}, step=1, progress=1)
         assert leave(part).exit_code == 0
+
+    def test_hyperband_prunes_each_that_violates_a_constraint(self, tmp_path: Path) -> None:
+        pruner = {"name": "asha", "min_resource": 1, "max_resource": 9, "pause": False}
+        folder = make(tmp_path, pruner=pruner, trials=9, constraints={"gib": "<= 70"})
+        part = worker(folder, 0)
+        for _ in range(3):
+            begin(part)
+            assert part.report(1, {"score": 0.5, "gib": 71}) == Verdict(WORSE)
+            part.prune(WORSE, 1)
+
+    def test_importance_takes_trials_that_violate_a_constraint_for_the_worst(self, tmp_path: Path) -> None:
+        space = {"x": {"float": [0.0, 1.0]}, "y": {"float": [0.0, 1.0]}}
+        folder = make(
+            tmp_path, trials=60, space=space, constraints={"gib": "<= 0.5"}, sampler={"name": "random", "seed": 1}
+        )
+        part = worker(folder, 0)
+        for _ in range(60):
+            values = begin(part).values
+            score = values["y"] + (10 if values["x"] > 0.5 else 0)
+            part.complete({"score": score, "gib": values["x"]}, {}, step=1, progress=1)
+        found = importance(study_of(folder), sweep_of(folder))
+        shares = {each.name: each.share for each in found.parameters}
+        assert shares["y"] > 0.2, shares
+        assert found.lines()[0] == "importance of the parameters of study s for score, by 60 values at the end"
+
+    def test_median_pruner_prunes_the_others_too(self, tmp_path: Path) -> None:
+        """Of several infinite values, Optuna's percentile is NaN, by which it would prune nothing."""
+        pruner = {"name": "median", "startup_trials": 3}
+        folder = make(tmp_path, trials=9, pruner=pruner, constraints={"gib": "<= 70"})
+        part = worker(folder, 0)
+        for gib, score in ((60, 0.5), (71, 0.1), (71, 0.2), (60, 0.6)):
+            begin(part)
+            part.report(1, {"score": score, "gib": gib})
+            part.complete({"score": score, "gib": gib}, {}, step=1, progress=1)
+        begin(part)
+        assert part.report(1, {"score": 0.1, "gib": 60}) == Verdict(WORSE)
+        part.prune(WORSE, 1)
+        begin(part)
+        assert part.report(1, {"score": 0.9, "gib": 60}) == CONTINUE
+        assert part.report(2, {"score": 0.9, "gib": 71}) == Verdict(WORSE)
 
     def test_median_pruner_sees_the_worst_value(self, tmp_path: Path) -> None:
         pruner = {"name": "median", "startup_trials": 1}
