@@ -36,7 +36,8 @@ class RunFolder:
     """The files of a run, by name, or of a group: runs that were submitted together as one job array.
 
     A run of a group is in `tasks/<index>/` of the group's folder, and shares its spec, code and launch logs. A sweep is
-    a group too: its workers are in `tasks/`, and its trials in `trials/<number>/`.
+    a group too: its workers are in `tasks/`, and its trials in `trials/<number>/`, with their runs in `seeds/<seed>/`
+    if each is trained with several seeds.
     """
 
     path: Path
@@ -50,7 +51,7 @@ class RunFolder:
     @cached_property
     def group(self) -> RunFolder:
         """The group of a run, or the sweep of a trial; else the folder itself."""
-        if self.path.parent.name == SEEDS:
+        if self._is_seed:
             return RunFolder(self.path.parent.parent).group
         return RunFolder(self.path.parent.parent) if self.path.parent.name in (TASKS, TRIALS) else self
 
@@ -69,6 +70,11 @@ class RunFolder:
         return RunFolder(self.trials / str(number))
 
     @property
+    def _is_seed(self) -> bool:
+        # a runs folder may have any name
+        return self.path.parent.name == SEEDS and self.path.parent.parent.parent.name == TRIALS
+
+    @property
     def seeds(self) -> Path:
         return self.path / SEEDS
 
@@ -83,7 +89,7 @@ class RunFolder:
     @property
     def run(self) -> str:
         """`<name>`, `<group>/<index>`, `<sweep>/trials/<number>`, or `<sweep>/trials/<number>/seeds/<seed>`."""
-        if self.path.parent.name == SEEDS:
+        if self._is_seed:
             return f"{RunFolder(self.path.parent.parent).run}/{SEEDS}/{self.path.name}"
         if self.task is not None:
             return f"{self.group.path.name}/{self.path.name}"

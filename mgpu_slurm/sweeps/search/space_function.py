@@ -100,7 +100,14 @@ def _takes(sweep: Sweep, spec: Spec, folder: RunFolder) -> Callable[[Values], An
         target.use_snapshot(folder.code / spec.workdir)
         return lambda values: trial_command.check_takes(sweep.command, values)
     job = target.job_function(spec, folder)
-    return lambda values: job.fill(configs.merge(spec.config, nested(values)), spec.original)
+    seed: Values = {"seed": sweep.seed_values[0]} if sweep.seeds > 1 else {}
+
+    def fill(values: Values) -> None:
+        if seed.keys() & values.keys():
+            raise UserError(f"space {sweep.space}: it chooses seed, which `seeds` sets: remove one of them")
+        job.fill(configs.merge(spec.config, nested(values | seed)), spec.original)
+
+    return fill
 
 
 if __name__ == "__main__":

@@ -319,8 +319,11 @@ def _check_seeds(made: Sweep) -> None:
             f"seeds {made.seeds}: pruner {made.pruner.name} does not compare trials at rungs: choose"
             f" {', '.join(_PRUNERS_FOR_SEEDS)}, or remove seeds"
         )
-    if not isinstance(made.fixed.get("seed", 0), int):
-        raise UserError(f"fixed seed {made.fixed['seed']!r}: the seeds count up from it: write an integer")
+    first = made.fixed.get("seed", 0)
+    if not isinstance(first, int) or isinstance(first, bool):
+        raise UserError(f"fixed seed {first!r}: the seeds count up from it: write an integer")
+    if made.command and first != 0:
+        raise UserError(f"fixed seed {first}: the seeds of a command count up from 0: remove it")
     if isinstance(made.space, Space) and any(each.name == "seed" for each in made.space.parameters):
         raise UserError("space: seed is not a parameter if `seeds` is set: remove one of them")
 

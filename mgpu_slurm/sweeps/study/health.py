@@ -24,6 +24,9 @@ LATER_FAILURES = 3
 
 _NUMBER = re.compile(r"\d[\d.eE+-]*")
 
+SEED_REPORTED = "mgpu:seed_reported"
+"""Attribute of a trial with several seeds, one of which has reported a finite value."""
+
 
 @dataclass(frozen=True)
 class Place:
@@ -40,7 +43,11 @@ def goes_well(trials: Sequence[FrozenTrial]) -> bool:
 
 def _goes_well(trial: FrozenTrial) -> bool:
     ended_well = trial.state in (TrialState.COMPLETE, TrialState.PRUNED)
-    return ended_well or (trial.state != TrialState.FAIL and bool(trial.intermediate_values))
+    return ended_well or (trial.state != TrialState.FAIL and _has_reported(trial))
+
+
+def _has_reported(trial: FrozenTrial) -> bool:
+    return bool(trial.intermediate_values) or SEED_REPORTED in trial.system_attrs
 
 
 def common_failure(trials: Sequence[FrozenTrial], limit: int | None) -> str | None:
@@ -70,7 +77,7 @@ def is_suspect(trials: Sequence[FrozenTrial], place: Place) -> bool:
 def awaits_others(trials: Sequence[FrozenTrial]) -> bool:
     """Return whether a worker whose last trial did not fail is running a trial that has not reported yet."""
     failing = {worker for worker, trial in _last_ended(trials).items() if trial.state == TrialState.FAIL}
-    silent = [trial for trial in trials if trial.state == TrialState.RUNNING and not trial.intermediate_values]
+    silent = [trial for trial in trials if trial.state == TrialState.RUNNING and not _has_reported(trial)]
     return any(failing.isdisjoint(claiming.claims(trial)) for trial in silent)
 
 

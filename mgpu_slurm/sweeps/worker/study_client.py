@@ -17,7 +17,6 @@ from mgpu_slurm.core.errors import nearest
 from mgpu_slurm.core.files import locked, write_whole
 from mgpu_slurm.core.formatting import first_line
 from mgpu_slurm.metrics.report_socket import CONTINUE, Verdict
-from mgpu_slurm.metrics.report_socket import PAUSE as PAUSE_TRIAL
 from mgpu_slurm.rank.signals import Stop
 from mgpu_slurm.request import config as configs
 from mgpu_slurm.request.spec import REQUEUE_EXIT_CODE, TERMINATED_EXIT_CODE, Spec
@@ -34,9 +33,8 @@ from mgpu_slurm.sweeps.study import trial_queue as studies
 from mgpu_slurm.sweeps.study.recovery import Death
 from mgpu_slurm.sweeps.worker import copies, paused_trials, sweep_end
 from mgpu_slurm.sweeps.worker.messages import Assignment, Leave
-from mgpu_slurm.sweeps.worker.seed_runs import SeedRuns
 from mgpu_slurm.sweeps.worker.sweep_end import SweepEnd
-from mgpu_slurm.sweeps.worker.trial import WorkerTrial, last_metrics_of
+from mgpu_slurm.sweeps.worker.trial import WorkerTrial
 from mgpu_slurm.sweeps.worker.worker_health import WorkerHealth
 from mgpu_slurm.sweeps.worker.worker_study import WorkerStudy
 
@@ -168,7 +166,8 @@ class StudyClient:
         values = self._values | ({} if seed is None else {"seed": seed})
         words = trial_command.words_of(self._sweep.command, self._sweep.fixed | values)
         if words:
-            write_whole(own.folder.config, configs.dump_yaml(self._sweep.fixed | values), sync=False)
+            folder = own.folder if seed is None else own.folder.of_seed(seed)
+            write_whole(folder.config, configs.dump_yaml(self._sweep.fixed | values), sync=False)
         return Assignment(own.number, attempt, values, words, seed)
 
     # -- several seeds
@@ -177,29 +176,29 @@ class StudyClient:
         """Return the next part of a trial with several seeds; None if it has ended here."""
         own = self._running()
         assert own.seeds is not None
+        own.check_is_mine()
         while (seed := own.seeds.next(own.target)) is None:
-            self._judge_means(own, own.seeds)
+            self._judge_means(own)
             if self._trial is None:
                 return None
         self._seed = seed
         run = own.folder.of_seed(seed)
-        own.metrics = last_metrics_of(run)
+        own.metrics = dict(own.seeds.last[seed])
         run.path.mkdir(parents=True, exist_ok=True)
         attempt = records.attempts_started(run) + 1
         records.settle_event(run, "started", attempt=attempt, worker=self._worker.number)
+        print(f"-- trial {own.number}: seed {seed}, attempt {attempt}", flush=True)
         return self._assigned(attempt, seed)
 
-    def _judge_means(self, own: WorkerTrial, seeds: SeedRuns) -> None:
+    def _judge_means(self, own: WorkerTrial) -> None:
         """Report the means of all seeds, or complete the trial with them."""
         target = own.target
-        means = own.metrics = seeds.means(target)
-        own.show_means(target, means)
+        verdict = own.report_means(target)
         if target is None:
-            own.complete({each.metric: means[each.metric] for each in self._sweep.objectives}, means, 0, 0)
+            values = {each.metric: own.metrics[each.metric] for each in self._sweep.objectives}
+            own.complete(values, own.metrics, 0, max(own.frozen().intermediate_values, default=0))
             self._ended()
-            return
-        verdict = own.report(target, means[self._sweep.metric])
-        if verdict.prune_reason is not None:
+        elif verdict.prune_reason is not None:
             self.prune(verdict.prune_reason, target)
         elif verdict.pauses:
             self._pause(target)
@@ -233,8 +232,6 @@ class StudyClient:
         own = self._running()
         own.metrics |= metrics
         value = metrics.get(self._sweep.metric)
-        if own.seeds is not None:
-            own.seeds.note(self._seed, progress, dict(own.metrics))
         shown: dict[str, object] = {"progress": progress, "metrics": metrics}
         if own.last_value is None:
             missing = _missing(self._sweep.metric, metrics)
@@ -243,17 +240,9 @@ class StudyClient:
         if self._shared.summary_is_due:
             self._shared.write_summary(at_once=False)
         # the scheduler ignores a report without the metric, which the job may report or return later
-        if value is None:
-            return CONTINUE
         if own.seeds is not None:
-            return self._verdict_on_seed(own, progress, value)
-        return own.report(progress, value)
-
-    def _verdict_on_seed(self, own: WorkerTrial, progress: int, value: float) -> Verdict:
-        """Return what becomes of the run with one of several seeds: it pauses where the trial is judged."""
-        if not math.isfinite(value):
-            return Verdict(f"{self._sweep.metric} is {value}")
-        return PAUSE_TRIAL if own.target is not None and progress >= own.target else CONTINUE
+            return own.note_seed(self._seed, progress, metrics)
+        return CONTINUE if value is None else own.report(progress, value)
 
     # -- the end of a trial
 
@@ -290,7 +279,9 @@ class StudyClient:
                 return
         returned = {name: found[name] for name in result}
         if own.seeds is not None:
-            own.seeds.complete(self._seed, found, outcomes.Complete(found, found[names[0]], step, progress))
+            own.check_is_mine()
+            own.seeds.complete(self._seed, outcomes.Complete(found, found[names[0]], step, progress))
+            own.has_saved_seed = True
             return
         own.complete(returned, found, step, progress)
         self._ended()
@@ -302,7 +293,9 @@ class StudyClient:
 
     def pause(self, progress: int) -> None:
         """Let the trial wait at its rung, with its checkpoint, for its promotion; or go on to its next seed."""
-        if self._running().seeds is None:
+        own = self._running()
+        own.has_saved_seed = own.seeds is not None
+        if own.seeds is None:
             self._pause(progress)
 
     def _pause(self, progress: int) -> None:
@@ -336,6 +329,7 @@ class StudyClient:
             has_saved: whether the trial saved a checkpoint since it began here.
         """
         own = self._running()
+        has_saved = has_saved or own.has_saved_seed
         if is_late and self._begun == 1 and not self._health.has_waited and not has_saved:
             # it had the whole time of a worker, and would get no further next time
             has_failed = own.lose("no checkpoint within a worker's whole time limit (run.restore)")

@@ -23,6 +23,7 @@ from mgpu_slurm.sweeps.scheduling.scheduler import Clone, Decision
 from mgpu_slurm.sweeps.study import claims as claiming
 from mgpu_slurm.sweeps.study import outcomes, recovery
 from mgpu_slurm.sweeps.study import trial_queue as studies
+from mgpu_slurm.sweeps.study.health import SEED_REPORTED
 from mgpu_slurm.sweeps.study.recovery import Death
 from mgpu_slurm.sweeps.study.snapshots import SECONDS, copy_of, until_of
 from mgpu_slurm.sweeps.worker import copies, paused_trials
@@ -67,8 +68,13 @@ class WorkerTrial:
         """Last value of the metric; None before the first report."""
         self.metrics = self._known_metrics(frozen)
         """Last value of each metric that was reported, also by earlier attempts."""
-        self.seeds = SeedRuns(self.folder, self._sweep.seed_values) if self._sweep.seeds > 1 else None
+        several = self._sweep.seeds > 1
+        self.seeds = SeedRuns(self.folder, self._sweep.seed_values, self._sweep.metric) if several else None
         """Its runs, if it is trained with several seeds."""
+        self.has_saved_seed = False
+        """Whether a seed has reached its rung or its end here."""
+        self._judged = 0
+        """The last rung at which it was judged here, by its progress."""
 
     def _known_metrics(self, frozen: FrozenTrial) -> dict[str, float]:
         copied = copy_of(frozen)
@@ -97,41 +103,95 @@ class WorkerTrial:
     @property
     def target(self) -> int | None:
         """The progress to which all its seeds are trained before it is judged; None for the end."""
+        assert self.seeds is not None
         rungs = self._shared.scheduler.rungs[:-1]
+        target = next((rung for rung in rungs if rung > self._passed), None)
         if self._shared.scheduler.pauses:
-            return rungs[self._until] if self._until < len(rungs) else None
-        return next((rung for rung in rungs if rung > max(self._reported, default=0)), None)
+            target = rungs[self._until] if self._until < len(rungs) else None
+        # runs that were shorter than the rung are complete
+        is_short = self.seeds.has_ended and target is not None and not self.seeds.have_reached(target)
+        return None if is_short else target
+
+    @property
+    def _passed(self) -> int:
+        """The last rung at which it was judged, by its progress."""
+        assert self.seeds is not None
+        last = max(self._reported, default=0)
+        later = next((rung for rung in self._shared.scheduler.rungs if rung > last), None)
+        if last == self._judged or (later is not None and self.seeds.have_reached(later)):
+            return last
+        # an earlier attempt may have ended after its report and before the decision
+        return max((each for each in self._reported if each < last), default=0)
+
+    def report_means(self, target: int | None) -> Verdict:
+        """Report the means of all seeds at the rungs up to the target, and return what becomes of the trial."""
+        assert self.seeds is not None
+        self.check_is_mine()
+        self._keep_first_config()
+        verdict = CONTINUE
+        for rung in self._shared.scheduler.rungs:
+            if rung == target or (rung < (target or math.inf) and self.seeds.have_reached(rung)):
+                self.metrics = self.seeds.means(rung)
+                value = self.metrics[self._sweep.metric]
+                if rung not in self._reported:
+                    self._show_means(rung)
+                if rung == target:
+                    self._judged = rung
+                    verdict = self.report(rung, value)
+                elif math.isfinite(value):
+                    self._store(rung, value)
+        self.metrics = self.seeds.means(target)
+        return verdict
+
+    def _keep_first_config(self) -> None:
+        first = self.folder.of_seed(self._sweep.seed_values[0]).config
+        if first.exists() and not self.folder.config.exists():
+            write_whole(self.folder.config, first.read_text(), sync=False)
+
+    def _show_means(self, rung: int) -> None:
+        """Add the means of all seeds at a rung to the trial's curves."""
+        first = self.folder.of_seed(self._sweep.seed_values[0])
+        step = next((each.get("step", rung) for each in read_jsonl(first.metrics) if each["progress"] >= rung), rung)
+        with hparams.may_fail():
+            report = Report(rung, step, records.now(), self.attempt, self.metrics, {})
+            for sink in (MetricsFile(self.folder), EventFiles(self.folder)):
+                # a new file, which continues the curve
+                sink.resume(step - 1)
+                sink.report(report)
+                sink.close(step)
 
     def report(self, progress: int, value: float) -> Verdict:
         """Report to the study, and return what becomes of the trial."""
         self.last_value = value
         if not math.isfinite(value):
             return Verdict(f"{self._sweep.metric} is {value}")
-        self._check_is_mine()
+        self.check_is_mine()
+        self._store(progress, value)
+        return self._judge() if self._is_due(progress) else PAUSE if self._pauses else CONTINUE
+
+    def _store(self, progress: int, value: float) -> None:
         if progress not in self._reported:
             # a trial that resumes from a checkpoint repeats the reports after it
             self._note_violations(self.metrics, progress)
             optuna_adapter.report(self._study, self._trial, progress, value)
             self._reported.add(progress)
             self.has_reported = True
-        return self._judge() if self._is_due(progress) else PAUSE if self._pauses else CONTINUE
 
-    def show_means(self, progress: int | None, means: dict[str, float]) -> None:
-        """Add the means of all seeds to the trial's curves, and keep the config of the first one as the trial's.
-
-        Args:
-            progress: None at the end, where no curve has a point.
-        """
-        first = self.folder.of_seed(self._sweep.seed_values[0]).config
-        if first.exists() and not self.folder.config.exists():
-            write_whole(self.folder.config, first.read_text(), sync=False)
-        if progress is None or progress in self._reported:
-            return
-        with hparams.may_fail():
-            report = Report(progress, progress, records.now(), self.attempt, means, {})
-            for sink in (MetricsFile(self.folder), EventFiles(self.folder)):
-                sink.report(report)
-                sink.close(progress)
+    def note_seed(self, seed: int, progress: int, metrics: Mapping[str, float]) -> Verdict:
+        """Note a report of the run with one of several seeds; return what becomes of it: it pauses at the target."""
+        assert self.seeds is not None
+        self.check_is_mine()
+        if self.seeds.note(seed, progress, metrics):
+            self.has_reported = True
+        value = metrics.get(self._sweep.metric)
+        if value is None:
+            return CONTINUE
+        if not math.isfinite(value):
+            return Verdict(f"{self._sweep.metric} is {value}")
+        frozen = self.frozen()
+        if SEED_REPORTED not in frozen.system_attrs:
+            optuna_adapter.set_trial_attribute(self._study, frozen, SEED_REPORTED, True)
+        return PAUSE if (target := self.target) is not None and progress >= target else CONTINUE
 
     def _note_violations(self, metrics: Mapping[str, float], progress: int | None = None) -> None:
         """Store which constraints are violated, before the values at which they are.
@@ -172,7 +232,7 @@ class WorkerTrial:
         """Ask the scheduler, and do what it decides."""
         shared, scheduler = self._shared, self._shared.scheduler
         with locked(self._sweep_folder.trials_lock) if scheduler.pauses else nullcontext():
-            self._check_is_mine()
+            self.check_is_mine()
             snapshot = shared.snapshot()
             number = studies.own_number(self._study, self.frozen())
             if scheduler.pauses and not snapshot.entries[number].has_arrived:
@@ -196,7 +256,7 @@ class WorkerTrial:
         # others may be copied from its checkpoint
         return SAVE if scheduler.copies and decision is Decision.CONTINUE else CONTINUE
 
-    def _check_is_mine(self) -> None:
+    def check_is_mine(self) -> None:
         """Raise Superseded if this worker was taken for dead, as on a node that SLURM gave up, and lost its trial."""
         if claiming.claims(self.frozen()).get(self._worker.number) != self._worker.attempt:
             raise Superseded(f"trial {self.number} has been given to another worker")
@@ -212,7 +272,7 @@ class WorkerTrial:
         """
         values = {each.metric: metrics[each.metric] for each in self._sweep.objectives}
         with locked(self._sweep_folder.trials_lock):
-            self._check_is_mine()
+            self.check_is_mine()
             self._note_violations(metrics)
             outcomes.write(self.folder, outcomes.Complete(result, values[self._sweep.metric], step, progress))
             self._study.tell(self._trial, list(values.values()))
@@ -225,7 +285,7 @@ class WorkerTrial:
 
     def prune(self, reason: str, progress: int) -> None:
         with locked(self._sweep_folder.trials_lock):
-            self._check_is_mine()
+            self.check_is_mine()
             outcomes.write(self.folder, outcomes.Pruned(reason, progress))
             if reason != paused_trials.WORSE:
                 is_own_fault = self._has_parameters and not paused_trials.is_schedulers(reason)
@@ -239,21 +299,21 @@ class WorkerTrial:
 
     def fail(self, reason: str) -> None:
         with locked(self._sweep_folder.trials_lock):
-            self._check_is_mine()
+            self.check_is_mine()
             recovery.fail(self._study, self.folder, self.frozen(), Death(reason, self._has_parameters), self._sweep)
         self._end(f"failed: {reason}")
 
     def doubt(self, reason: str) -> None:
         """Give the trial back for another worker to try, as this one's node may be broken."""
         with locked(self._sweep_folder.trials_lock):
-            self._check_is_mine()
+            self.check_is_mine()
             claiming.doubt(self._study, self.frozen(), self._worker, reason)
         self._end(f"failed: {reason}: given back, as this node may be broken")
 
     def lose(self, reason: str) -> bool:
         """Queue the trial again, or fail it if it has lost too many workers; return whether it has failed."""
         with locked(self._sweep_folder.trials_lock):
-            self._check_is_mine()
+            self.check_is_mine()
             has_failed = recovery.release(self._study, self._sweep_folder, self.frozen(), Death(reason), self._sweep)
         self._end(reason)
         return has_failed
@@ -263,7 +323,7 @@ class WorkerTrial:
         paused_trials.keep_newest_checkpoint(self.folder)
         size = paused_trials.size_of_checkpoints(self.folder)
         with locked(self._sweep_folder.trials_lock):
-            self._check_is_mine()
+            self.check_is_mine()
             claiming.pause(self._study, self.frozen(), size)
             pruned = paused_trials.prune_hopeless(self._shared)
         self._end(f"paused at progress {progress}")
@@ -274,7 +334,7 @@ class WorkerTrial:
     def give_back(self) -> None:
         """Queue the trial again, to be resumed by another worker."""
         with locked(self._sweep_folder.trials_lock):
-            self._check_is_mine()
+            self.check_is_mine()
             claiming.give_back(self._study, self.frozen())
         self._end("given back: another worker continues it")
 

@@ -173,6 +173,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         "space: seed is not a parameter if `seeds` is set",
     ),
     "seed that is no number": (change(seeds=2, fixed={"seed": "a"}), "fixed seed 'a': the seeds count up from it"),
+    "command with another first seed": (
+        change(seeds=2, fixed={"seed": 7}, job={"command": "python t.py {lr} {seed}"}),
+        "fixed seed 7: the seeds of a command count up from 0: remove it",
+    ),
     "command without the seed": (
         change(seeds=2, job={"command": "python t.py {lr}"}, space={"lr": {"float": [0, 1]}}),
         "seed: the command does not take it: write {seed} where it belongs",

@@ -11,9 +11,11 @@ import pytest
 from mgpu_slurm.core.files import append_jsonl, read_json
 from mgpu_slurm.metrics.report_socket import CONTINUE, PAUSE, Verdict
 from mgpu_slurm.rank.signals import Stop
+from mgpu_slurm.run_folder import records
 from mgpu_slurm.run_folder.layout import RunFolder
-from mgpu_slurm.sweeps.study.snapshots import UNTIL
-from mgpu_slurm.sweeps.worker.messages import Assignment, Leave
+from mgpu_slurm.sweeps import optuna_adapter
+from mgpu_slurm.sweeps.study.snapshots import UNTIL, until_of
+from mgpu_slurm.sweeps.worker.messages import Assignment, Leave, Superseded
 from mgpu_slurm.sweeps.worker.study_client import StudyClient
 from tests.sweeps.sweeps import begin, kill, make, states, study_of, worker
 
@@ -95,6 +97,113 @@ def test_first_value_at_the_rung_counts_even_if_the_pause_comes_later(tmp_path: 
     train_to(part, folder, 1, 0.4)
     begin(part)
     assert study_of(folder).trials[0].intermediate_values == {1: pytest.approx(0.3)}
+
+
+def test_reports_without_the_metric_do_not_count(tmp_path: Path) -> None:
+    folder = make_seeded(tmp_path, pruner=ASHA, seeds=2, constraints={"gib": "<= 9"})
+    part = worker(folder, 0)
+    for score in (0.2, 0.4):
+        order = begin(part)
+        assert order.seed is not None
+        run = folder.of_trial(0).of_seed(order.seed)
+        for progress, metrics in ((1, {"gib": 3.0}), (2, {"score": score})):
+            append_jsonl(run.metrics, {"progress": progress, "metrics": metrics})
+            assert part.report(progress, metrics) == (PAUSE if progress == 2 else CONTINUE)
+        part.pause(2)
+    begin(part)
+    (trial, _) = study_of(folder).trials
+    assert (trial.intermediate_values, trial.constraints) == ({1: pytest.approx(0.3)}, {"gib": -6.0})
+
+
+def test_runs_that_end_before_the_rung_complete_the_trial(tmp_path: Path) -> None:
+    folder = make_seeded(tmp_path, pruner=ASHA | {"min_resource": 3}, seeds=2, trials=1)
+    part = worker(folder, 0)
+    for score in (0.2, 0.4):
+        report(part, folder, begin(part), 1, 0.0)
+        part.complete({"score": score}, {}, step=1, progress=1)
+    assert isinstance(part.next(Stop.NO), Leave)
+    (trial,) = study_of(folder).trials
+    assert (trial.state.name, trial.value) == ("COMPLETE", pytest.approx(0.3))
+
+
+def test_one_run_that_ends_before_the_rung_counts_with_its_result(tmp_path: Path) -> None:
+    folder = make_seeded(tmp_path, pruner=ASHA | {"min_resource": 3}, seeds=2, trials=3)
+    part = worker(folder, 0)
+    report(part, folder, begin(part), 1, 0.0)
+    part.complete({"score": 0.2}, {}, step=1, progress=1)
+    train_to(part, folder, 3, 0.4)
+    assert begin(part).number == 1
+    assert study_of(folder).trials[0].intermediate_values == {3: pytest.approx(0.3)}
+
+
+def test_superseded_worker_does_not_begin_the_next_seed(tmp_path: Path) -> None:
+    folder = make_seeded(tmp_path, pruner=ASHA, trials=1)
+    first, other = worker(folder, 0), worker(folder, 1)
+    train_to(first, folder, 1, 0.1)
+    kill(folder, 0)
+    assert begin(other).seed == 1
+    with pytest.raises(Superseded):
+        first.next(Stop.NO)
+    assert records.attempts_started(folder.of_trial(0).of_seed(1)) == 1
+
+
+def test_hedged_trial_has_its_values_at_the_rungs_below(tmp_path: Path) -> None:
+    folder = make_seeded(tmp_path, pruner=ASHA | {"max_resource": 27}, trials=99, seeds=2)
+    part = worker(folder, 0)
+    while (order := begin(part)).number != 7:
+        rung = (1, 3, 9, 27)[until_of(study_of(folder).trials[order.number])]
+        assert report(part, folder, order, rung, 0.1) == PAUSE
+        part.pause(rung)
+    for score in (0.2, 0.4):
+        for progress in (1, 3, 9):
+            verdict = report(part, folder, order, progress, score * progress)
+        assert verdict == PAUSE
+        part.pause(9)
+        order = begin(part)
+    assert study_of(folder).trials[7].intermediate_values == {
+        progress: pytest.approx(0.3 * progress) for progress in (1, 3, 9)
+    }
+
+
+def test_worker_that_died_before_the_decision_is_followed_by_one_that_decides(tmp_path: Path) -> None:
+    folder = make_seeded(tmp_path, pruner=ASHA | {"pause": False}, seeds=2, trials=2)
+    part = worker(folder, 0)
+    train_to(part, folder, 1, 0.9, 0.9)
+    for _ in range(2):
+        order = begin(part)
+        for progress in (3, 9):
+            report(part, folder, order, progress, 0.9)
+        part.complete({"score": 0.9}, {}, step=1, progress=9)
+    train_to(part, folder, 1, 0.1, 0.1)
+    # the mean is stored, and the worker dies
+    trial = study_of(folder).trials[1]
+    optuna_adapter.report(study_of(folder), trial, 1, 0.1)
+    kill(folder, 0)
+    assert isinstance(worker(folder, 1).next(Stop.NO), Leave)
+    assert states(folder) == ["COMPLETE", "PRUNED"]
+
+
+def test_worker_at_its_time_limit_has_saved_what_a_seed_has_reached(tmp_path: Path) -> None:
+    folder = make_seeded(tmp_path, max_retries=0)
+    part = worker(folder, 0)
+    begin(part)
+    part.complete({"score": 0.5}, {}, step=1, progress=1)
+    begin(part)
+    part.give_back(is_late=True, has_saved=False)
+    assert states(folder) == ["WAITING"]
+
+
+def test_curve_of_means_has_all_points(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    folder = make_seeded(tmp_path, pruner=HYPERBAND | {"max_resource": 9}, seeds=2, trials=1)
+    part = worker(folder, 0)
+    for progress in (1, 3):
+        train_to(part, folder, progress, 0.5, 0.5)
+    begin(part)
+    events = EventAccumulator(str(folder.of_trial(0).tensorboard))
+    events.Reload()
+    assert [event.step for event in events.Scalars("score")] == [1, 3]
 
 
 def test_complete_trial_has_the_means_of_what_its_seeds_return(tmp_path: Path) -> None:
