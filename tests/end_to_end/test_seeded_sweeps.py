@@ -111,7 +111,7 @@ def test_script_is_trained_with_each_seed(project: Project) -> None:
     assert wait(project).returncode == 0
     for trial in trials_of(folder):
         lr = trial.params["lr"]
-        assert trial.intermediate_values == {1: pytest.approx(1.5 * lr)}
+        assert trial.intermediate_values[1] == pytest.approx(1.5 * lr)
         if trial.state.name == "COMPLETE":
             assert trial.value == pytest.approx(0.5 * lr)
     assert "COMPLETE" in {trial.state.name for trial in trials_of(folder)}
