@@ -28,7 +28,7 @@ class TestSamplers:
 
     def test_options_are_passed_to_the_sampler(self) -> None:
         made = construction.sampler_of(Sampler("tpe", options={"n_startup_trials": 3}), 0)
-        assert made._observations._enough == 3  # type: ignore[attr-defined]
+        assert made._observations.enough == 3  # type: ignore[attr-defined]
 
     @pytest.mark.parametrize(
         ("asked", "said"),
