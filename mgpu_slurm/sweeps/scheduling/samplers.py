@@ -84,9 +84,9 @@ class _LearnsFromFailures(BaseSampler):
         return super().sample_independent(self._shown(study), trial, param_name, param_distribution)  # type: ignore[safe-super]
 
     def _shown(self, study: Study) -> Any:
-        return study if isinstance(study, StudyView) else StudyView(study, lambda trials: self._with_bad(study, trials))
+        return study if isinstance(study, StudyView) else StudyView(study, lambda trials: self.with_bad(study, trials))
 
-    def _with_bad(self, study: Study, trials: list[FrozenTrial]) -> list[FrozenTrial]:
+    def with_bad(self, study: Study, trials: list[FrozenTrial]) -> list[FrozenTrial]:
         bad = self.own_failures(study, trials)
         return self._as_worst(trials, bad, study.directions) if bad else trials
 
@@ -185,8 +185,8 @@ def _worse(values: Sequence[float], direction: StudyDirection) -> float:
 
 
 class _Gp(_ByValue, GPSampler):
-    def _with_bad(self, study: Study, trials: list[FrozenTrial]) -> list[FrozenTrial]:
-        return list(map(_with_sorted_constraints, super()._with_bad(study, trials)))
+    def with_bad(self, study: Study, trials: list[FrozenTrial]) -> list[FrozenTrial]:
+        return list(map(_with_sorted_constraints, super().with_bad(study, trials)))
 
 
 def _with_sorted_constraints(trial: FrozenTrial) -> FrozenTrial:
