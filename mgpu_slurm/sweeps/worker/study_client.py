@@ -292,7 +292,7 @@ class StudyClient:
         self._ended()
 
     def pause(self, progress: int) -> None:
-        """Let the trial wait at its rung, with its checkpoint, for its promotion; or go on to its next seed."""
+        """Let the trial wait at its rung, with its checkpoint, for its promotion; or train its next seed."""
         own = self._running()
         own.has_saved_seed = own.seeds is not None
         if own.seeds is None:
