@@ -17,7 +17,7 @@ from optuna.trial import FrozenTrial, TrialState
 from mgpu_slurm.run_folder.record_types import from_known
 from mgpu_slurm.sweeps.optuna_adapter import TrialsView
 from mgpu_slurm.sweeps.scheduling import samplers
-from mgpu_slurm.sweeps.scheduling.judged_values import judged
+from mgpu_slurm.sweeps.scheduling.judged_values import CHANGES, judged
 from mgpu_slurm.sweeps.scheduling.observations import COPY_OF
 from mgpu_slurm.sweeps.scheduling.rungs import values_at
 from mgpu_slurm.sweeps.scheduling.scheduler import Entry, EntryState, Scheduler, Snapshot
@@ -168,9 +168,8 @@ class OwnTrials(TrialsView):
 
 
 def _with_finite_reports(trial: FrozenTrial) -> FrozenTrial:
-    finite = {at: value for at, value in trial.intermediate_values.items() if math.isfinite(value)}
-    if len(finite) == len(trial.intermediate_values):
+    if CHANGES not in trial.system_attrs:
         return trial
     shown = copy.copy(trial)
-    shown.intermediate_values = finite
+    shown.intermediate_values = {at: each for at, each in trial.intermediate_values.items() if math.isfinite(each)}
     return shown
