@@ -172,10 +172,13 @@ def restarts_in_place(folder: RunFolder, spec: Spec, code: int) -> bool:
     """
     if spec.kind == "run" or code in (REQUEUE_EXIT_CODE, TERMINATED_EXIT_CODE):
         return False
-    try:
-        folder.unfinished(records.attempts_started(folder)).unlink()
-    except FileNotFoundError:
+    mark = folder.unfinished(records.attempts_started(folder))
+    # those of the processes of a worker, if it has several
+    marks = [*mark.parent.glob(mark.name), *mark.parent.glob(f"{mark.stem}-*{mark.suffix}")]
+    if not marks:
         return False
+    for mark in marks:
+        mark.unlink()
     return failures.cause_of(records.read_failure(folder) or Failure()) is not failures.FORGERY
 
 

@@ -27,14 +27,15 @@ _FRAME = re.compile(r'  File "(?P<file>.+)", line (?P<line>\d+) in (?P<name>.+)'
 class GilMonitor:
     """Watches rank 0 of one attempt."""
 
-    def __init__(self, folder: RunFolder, attempt: int, seconds: float) -> None:
+    def __init__(self, folder: RunFolder, attempt: int, seconds: float, process: int = 0) -> None:
         """
         Args:
             seconds: Permitted seconds without progress; 0 for no limit.
+            process: As in `Rank`.
         """
-        self._stacks = folder.stacks(attempt)
-        self._log = folder.rank_log(attempt, 0)
-        self._record = folder.rank_failure(attempt, 0)
+        self._stacks = folder.stacks(attempt, process)
+        self._log = folder.rank_log(attempt, process)
+        self._record = folder.rank_failure(attempt, process)
         self._seconds = seconds
         self._time = retry.OwnTime()
         self._stood = 0.0

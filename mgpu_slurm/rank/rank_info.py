@@ -10,9 +10,7 @@ from typing import TYPE_CHECKING
 from mgpu_slurm.core.errors import UserError
 from mgpu_slurm.core.hostlist import expand, expand_counts
 from mgpu_slurm.core.processes import cores, cores_of_machine
-from mgpu_slurm.request.spec import (
-    Spec,
-)
+from mgpu_slurm.request.spec import GPU_SHARE_VARIABLE, Spec
 from mgpu_slurm.run_folder.layout import RunFolder
 from mgpu_slurm.slurm.commands import THREADS_VARIABLE
 
@@ -61,6 +59,12 @@ class Rank:
     """Bound socket on which this rank serves the rendezvous; see `job.socket_handoff`."""
     told: list[BaseException] = field(default_factory=list)
     """Errors that its log already shows."""
+    process: int = 0
+    """The process of a worker that trains several trials at once, from 1; 0 for others."""
+
+    @property
+    def number_in_logs(self) -> int:
+        return self.process or self.facts.rank
 
 
 def from_environment(environ: Mapping[str, str] = os.environ) -> RankInfo:
@@ -122,13 +126,16 @@ def _number(environ: Mapping[str, str], name: str, default: int | str | None = N
 def choose_device(facts: RankInfo) -> torch.device:
     """Select and return the first GPU of this local rank, or return the CPU.
 
-    A rank that sees one GPU uses that one, whatever its local rank, because some sites bind GPUs to tasks.
+    A rank that sees one GPU uses that one, whatever its local rank, because some sites bind GPUs to tasks. If several
+    trials share the GPU, it may use its part of the memory.
     """
     import torch
 
     device = own_devices(facts)[0]
     if device.type == "cuda":
         torch.cuda.set_device(device)
+        if share := os.environ.get(GPU_SHARE_VARIABLE):
+            torch.cuda.set_per_process_memory_fraction(float(share), device)
     return device
 
 

@@ -230,24 +230,27 @@ class Watchdog:
         )
 
 
-def watchdog(minutes: float, facts: RankInfo, folder: RunFolder | None, attempt: int) -> Watchdog | None:
+def watchdog(
+    minutes: float, facts: RankInfo, folder: RunFolder | None, attempt: int, process: int = 0
+) -> Watchdog | None:
     """Create the watchdog of a rank.
 
     Args:
         minutes: time that a rank may make no progress; 0 for no limit and no watchdog.
         folder: folder of the attempt's run; None if another process reports how this one ended.
+        process: as in `Rank`.
     """
     if not minutes:
         return None
     if folder is None:
         return Watchdog(60 * minutes, facts, record=None)
     compiling = folder.rank_compiling(attempt, facts.rank)
-    stacks = folder.stacks(attempt) if facts.rank == 0 else None
+    stacks = folder.stacks(attempt, process) if facts.rank == 0 else None
     if stacks is not None:
         with suppress(OSError):
             # left by an earlier process that the user's launcher has restarted
             stacks.unlink()
-    return Watchdog(60 * minutes, facts, folder.rank_failure(attempt, facts.rank), stacks, compiling)
+    return Watchdog(60 * minutes, facts, folder.rank_failure(attempt, process or facts.rank), stacks, compiling)
 
 
 def _collectives(rank: int) -> list[Collective]:

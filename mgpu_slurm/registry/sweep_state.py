@@ -26,7 +26,8 @@ def summary_of(folder: RunFolder, workers: Sequence[RunState] | None = None) -> 
 def _without_orphans(summary: SweepSummary, workers: Sequence[RunState]) -> SweepSummary:
     """Count trials that no worker runs as waiting to be restarted."""
     counts = summary.trials
-    running = sum(worker.state in states.MAY_RUN and worker.trial is not None for worker in workers)
+    alive = [each for worker in workers if worker.state in states.MAY_RUN for each in worker.by_process()]
+    running = sum(each.trial is not None for each in alive)
     orphans = max(0, counts["RUNNING"] - running)
     moved = {"RUNNING": counts["RUNNING"] - orphans, "WAITING": counts["WAITING"] + orphans}
     return replace(summary, trials=counts | moved, given_back=summary.given_back + orphans)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from datetime import datetime, timezone
+from itertools import chain
 from pathlib import Path
 
 from mgpu_slurm.core.formatting import duration, program, short_path, time_of
@@ -139,7 +140,7 @@ def _seconds(worker: RunState, now: datetime) -> float:
 
 def _left(workers: Sequence[RunState], summary: SweepSummary) -> list[str]:
     """Return the estimated time for the remaining trials, from those that have ended."""
-    running = sum(worker.state == states.RUNNING for worker in workers)
+    running = sum(len(worker.by_process()) for worker in workers if worker.state == states.RUNNING)
     lengths = [trial.seconds for trial in summary.recent if trial.seconds is not None]
     left = summary.trials["WAITING"]
     # how many paused trials will be promoted is unknown
@@ -154,7 +155,7 @@ def _workers(workers: Sequence[RunState]) -> list[str]:
 
     now = datetime.now(timezone.utc)
     rows = [["WORKER", "STATE", "ATTEMPT", "JOB", "TRIAL", "PROGRESS", "TIME", "METRICS, REASON"]]
-    for worker in sorted(workers, key=_by_life):
+    for worker in chain.from_iterable(each.by_process() for each in sorted(workers, key=_by_life)):
         trial = worker.trial
         has_trial = trial is not None and worker.state == states.RUNNING
         metrics = "  ".join(f"{name}={_short(value)}" for name, value in worker.metrics.items()) if has_trial else ""

@@ -35,6 +35,12 @@ FLIGHT_VARIABLE = "TORCH_FR_DUMP_TEMP_FILE"
 STUCK_AFTER_VARIABLE = "MGPU_STUCK_AFTER"
 """Minutes, in the environment of every rank; see `Spec.stuck_after`."""
 
+PROCESS_VARIABLE = "MGPU_PROCESS"
+"""The number of a process of a sweep's worker that trains several trials at once, from 1; unset for others."""
+
+GPU_SHARE_VARIABLE = "MGPU_GPU_SHARE"
+"""The part of its GPU's memory, above 0 to 1, that each process of such a worker may use."""
+
 SETUP_FAILED_VARIABLE = "MGPU_SETUP_FAILED"
 """The first line of a cluster's `setup` that failed, in the environment of every rank; unset if none did."""
 

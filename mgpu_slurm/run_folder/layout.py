@@ -225,12 +225,12 @@ class RunFolder:
         """Return the prefix of the dumps of torch's flight recorder; the rank's number follows."""
         return self.logs / f"{attempt}-flight-"
 
-    def stacks(self, attempt: int) -> Path:
+    def stacks(self, attempt: int, process: int = 0) -> Path:
         """Return the file for the stacks of rank 0's threads if none of them can run.
 
-        It is empty until then, and deleted after the attempt.
+        It is empty until then, and deleted after the attempt. `process` is as in `Rank`.
         """
-        return self.logs / f"{attempt}-0.stacks"
+        return self.logs / f"{attempt}-{process}.stacks"
 
     def secret(self, attempt: int) -> Path:
         """Return the file with the key that signs the messages of an attempt's ranks.
@@ -251,9 +251,9 @@ class RunFolder:
         """Return the marker that SIGTERM ended a rank's command, for when its exit code cannot say so."""
         return self.logs / f"{attempt}.terminated"
 
-    def unfinished(self, attempt: int) -> Path:
+    def unfinished(self, attempt: int, process: int = 0) -> Path:
         """Return the marker that a sweep's worker is running a trial; if its ranks fail then, they restart in place."""
-        return self.logs / f"{attempt}.unfinished"
+        return self.logs / f"{attempt}{f'-{process}' if process else ''}.unfinished"
 
     def launch_log(self, name: str) -> Path:
         """Return the log of a job's batch script or a local supervisor; its folder must exist before the job starts."""

@@ -109,12 +109,21 @@ class RunState(Record):
     """The trial that a worker runs."""
     curves: Mapping[str, float] | None = optional()
     """What was measured without the job's code, at the last report: see `training.speed.curves`."""
+    processes: Mapping[str, Mapping[str, Any]] | None = optional()
+    """Of a worker that trains several trials at the same time: `trial`, `progress`, `metrics` and `reason` of each of
+    its processes, by number."""
     leaving: int | None = optional()
     """The attempt in which a worker has found nothing left to do."""
     gpu: str | None = optional()
     """The kind of rank 0's GPU."""
     gpu_memory: int | None = optional()
     """Bytes of that GPU's memory."""
+
+    def by_process(self) -> list[RunState]:
+        """Return this state once for each trial that a worker trains at the same time."""
+        if not self.processes:
+            return [self]
+        return [replace(self, **self.processes[number]) for number in sorted(self.processes, key=int)]
 
     def updated(self, change: StateChange) -> RunState:
         """Return the state with the values that a change knows."""

@@ -36,6 +36,7 @@ from mgpu_slurm.sweeps.sweep_checks import (
     check_budget,
     check_classes,
     check_resource,
+    check_shares,
     refuse_changes,
     refuse_differences,
     refuse_other_places,
@@ -112,6 +113,7 @@ def _create(sweep: Sweep, values: Config, options: Options, note: Note) -> Start
     def add(made: Plan, staging: RunFolder) -> None:
         check_resource(sweep, made.whole_config)
         check_budget(sweep, made.spec.resources.gpus_per_node)
+        check_shares(sweep, made.spec.resources)
         check_classes(sweep)
         known = [] if sweep.warm_start is None else warm_start.known_trials(sweep, sweep.warm_start)
         files.write_whole(staging.sweep, configs.dump_yaml(values))
@@ -152,7 +154,7 @@ def _request(sweep: Sweep, options: Options) -> Request:
         restart=RestartPolicy(stuck_after=sweep.stuck_after),
         parallelism=sweep.parallelism,
         stage=sweep.stage,
-        workers=min(sweep.workers, sweep.most_at_once or sweep.workers),
+        workers=sweep.workers_for(sweep.most_at_once),
         probes=_probes(sweep),
         dry_run=options.dry_run,
     )
@@ -200,7 +202,9 @@ def _extend(folder: RunFolder, sweep: Sweep, values: Config, options: Options, n
         spec = read_spec(folder)
         change = _probed(replace(change_of(spec, old, sweep), new_code=options.new_code), sweep)
         gpus = sweep.resources.gpus_per_node
-        check_budget(sweep, spec.resources.gpus_per_node if gpus is None else gpus)
+        gpus = spec.resources.gpus_per_node if gpus is None else gpus
+        check_budget(sweep, gpus)
+        check_shares(sweep, replace(spec.resources, gpus_per_node=gpus))
         refuse_other_places(spec, options.executor, options.cluster)
         if is_alive:
             refuse_changes(old, sweep, change)

@@ -49,6 +49,20 @@ def check_budget(sweep: Sweep, gpus_per_node: int | None) -> None:
         raise UserError(f"budget: gpu_hours {sweep.budget.gpu_hours:g}: the workers have no GPU: set hours instead")
 
 
+def check_shares(sweep: Sweep, resources: Resources) -> None:
+    """Check that the resources of a worker can be divided among the trials that it trains at the same time."""
+    count, gpus = sweep.trials_per_worker, resources.gpus_per_node or 1
+    if count == 1:
+        return
+    if max(resources.nodes, sweep.resources.nodes) > 1:
+        raise UserError(f"trials_per_worker {count}: they share one node: remove resources.nodes")
+    if count % gpus:
+        raise UserError(
+            f"trials_per_worker {count}: {gpus} GPUs cannot be divided equally among {count} trials: choose a multiple"
+            f" of {gpus}, or fewer GPUs for each of more workers"
+        )
+
+
 def refuse_differences(old: Sweep, new: Sweep) -> None:
     """Check that a new file keeps the study's trials comparable.
 

@@ -54,9 +54,7 @@ def workers_to_start(folder: RunFolder, sweep: Sweep, found: Found, left: int | 
         left: number of waiting trials; None for as many as the budget allows.
     """
     alive = sum(states.is_alive(state.state) for _, state in found)
-    wanted = max(0, sweep.workers - alive)
-    if left is not None:
-        wanted = min(wanted, left)
+    wanted = min(max(0, sweep.workers - alive), sweep.workers_for(left))
     ended = [(member, state.state) for member, state in found if not states.is_alive(state.state)]
     # the sort is stable
     ended.sort(key=lambda each: each[1] == states.COMPLETED)

@@ -46,6 +46,8 @@ from mgpu_slurm.request.parallelism import Layout
 from mgpu_slurm.request.spec import (
     ATTEMPT_VARIABLE,
     FLIGHT_VARIABLE,
+    GPU_SHARE_VARIABLE,
+    PROCESS_VARIABLE,
     REQUEUE_EXIT_CODE,
     STUCK_AFTER_VARIABLE,
     Spec,
@@ -76,15 +78,21 @@ def main(folder: RunFolder, work: Work) -> int:
     attempt = int(os.environ[ATTEMPT_VARIABLE])
     spec = read_spec(folder)
     set_umask_for(spec.readable_by)
-    output.send_to(folder.rank_log(attempt, facts.rank))
+    # a run that is submitted from a trial is no process of its worker
+    process = int(os.environ.pop(PROCESS_VARIABLE, "0"))
+    if not process:
+        os.environ.pop(GPU_SHARE_VARIABLE, None)
+    output.send_to(folder.rank_log(attempt, process or facts.rank))
     # a crash of native code then leaves its stack in the log, for a command only with PYTHONFAULTHANDLER=1
     faulthandler.enable(2)
     _check_world(spec, facts)
     _export(spec, folder, facts)
     with compiler_cache_in_use() if spec.parallelism.compile else nullcontext() as cache:
-        found = [*preflight.warnings_at_start(spec, folder, facts), *([] if cache is None else [cache])]
+        # another process has told those of its worker
+        found = [] if process else preflight.warnings_at_start(spec, folder, facts)
+        found = [*found, *([] if cache is None else [cache])]
         preflight.warn(found, folder, attempt, facts)
-        code = work(Rank(spec, folder, facts, attempt, socket_handoff.take(facts.rank)))
+        code = work(Rank(spec, folder, facts, attempt, socket_handoff.take(facts.rank), process=process))
     output.flush()
     # an interpreter that ends restores the default of handled signals, which would kill it
     ignore_stop_signals(signal.SIGTERM)
@@ -215,7 +223,7 @@ def watchdog_of(rank: Rank) -> Watchdog | None:
     """Return a watchdog that ends this rank if it makes no progress; None if that is disabled."""
     from mgpu_slurm.rank import watchdog
 
-    return watchdog.watchdog(rank.spec.stuck_after, rank.facts, rank.folder, rank.attempt)
+    return watchdog.watchdog(rank.spec.stuck_after, rank.facts, rank.folder, rank.attempt, rank.process)
 
 
 @contextmanager
@@ -356,7 +364,7 @@ def _tell(rank: Rank, error: BaseException, saved: Callable[[], None]) -> None:
 
 def record_failure(rank: Rank, record: Failure) -> None:
     """Record why this rank failed; the log contains it too."""
-    file = rank.folder.rank_failure(rank.attempt, rank.facts.rank)
+    file = rank.folder.rank_failure(rank.attempt, rank.number_in_logs)
     with suppress(OSError):
         # keep the record of a stuck rank: its lost connection is only a consequence
         if not (record.consequence and (read_json(file) or {}).get("error") == STUCK):

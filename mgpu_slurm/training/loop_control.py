@@ -269,7 +269,7 @@ class LoopControl:
         if not self.keeps:
             raise UserError(
                 "the job does not call run.restore, so that a paused trial could not continue: call it, or set `pause:"
-                " false` in the sweep's pruner (with `seeds`, choose pruner none)"
+                " false` in the sweep's pruner, or `pruner: none` if it has `seeds`"
             )
         self._pauses = True
 

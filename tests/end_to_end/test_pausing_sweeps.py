@@ -152,7 +152,7 @@ def test_job_that_cannot_continue_fails_with_the_first_trial(project: Project) -
     failed = json.loads((folder / "trials/0/failure.json").read_text())
     assert failed["message"] == (
         "UserError: the job does not call run.restore, so that a paused trial could not continue: call it, or set"
-        " `pause: false` in the sweep's pruner"
+        " `pause: false` in the sweep's pruner, or `pruner: none` if it has `seeds`"
     )
     (facts,) = project.json("status", "study")
     assert facts["state"] == "FAILED"

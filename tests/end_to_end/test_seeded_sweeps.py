@@ -68,7 +68,7 @@ run.finish()
 
 def start(project: Project, **values: Any) -> Path:
     base = {"study": "study", "metric": "loss", "direction": "minimize", "seeds": 2, "workers": 2,
-            "sampler": {"name": "tpe", "seed": 1}, "space": {"lr": {"float": [1e-3, 0.1], "log": True}}}  # fmt: skip
+            "sampler": {"name": "tpe", "seed": 1}, "space": {"lr": {"float": [1e-3, 0.02], "log": True}}}  # fmt: skip
     project.write("sweep.yaml", yaml.safe_dump(base | values))
     done = project.call("sweep", "sweep.yaml", "--executor", "local", "--no-follow")
     assert done.returncode == 0, done.stderr

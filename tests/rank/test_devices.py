@@ -14,6 +14,7 @@ from mgpu_slurm.data import randomness
 from mgpu_slurm.rank import rank_info
 from mgpu_slurm.rank.rank_info import RankInfo
 from mgpu_slurm.rank.signals import StopFlag
+from mgpu_slurm.request.spec import GPU_SHARE_VARIABLE
 from mgpu_slurm.training.run import Run
 
 
@@ -29,6 +30,18 @@ def test_gpu_is_chosen_by_local_rank(
     monkeypatch.setattr(torch.cuda, "device_count", lambda: visible)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     assert rank_info.choose_device(RankInfo(local_rank, 4, local_rank, 4)) == torch.device("cuda", chosen)
+
+
+@pytest.mark.gpu
+def test_process_that_shares_a_gpu_may_use_its_part_of_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(GPU_SHARE_VARIABLE, "0.01")
+    device = rank_info.choose_device(RankInfo())
+    total = torch.cuda.get_device_properties(device).total_memory
+    try:
+        with pytest.raises(torch.OutOfMemoryError):
+            torch.empty(total // 50, dtype=torch.uint8, device=device)
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0, device)
 
 
 @pytest.mark.parametrize(

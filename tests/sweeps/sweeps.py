@@ -52,7 +52,7 @@ def study_of(folder: RunFolder) -> Study:
     return studies.load(sweep_of(folder), folder.journal)
 
 
-def worker(folder: RunFolder, number: int, attempt: int = 1) -> StudyClient:
+def worker(folder: RunFolder, number: int, attempt: int = 1, process: int = 0) -> StudyClient:
     """The worker's part in a new attempt, which this process vouches for."""
     own = folder.of_task(number)
     own.create_task()
@@ -60,7 +60,7 @@ def worker(folder: RunFolder, number: int, attempt: int = 1) -> StudyClient:
         records.record_event(own, "started", attempt=one, job_id=str(number), nodes=["here"])
     vouched = {"host": os.uname().nodename, "supervisor": [os.getpid(), processes.started_at(os.getpid())]}
     records.update_state(own, state="RUNNING", kind="worker", attempts=attempt, job_id=str(number), **vouched)
-    return StudyClient(own, Spec("s/0", Target(function="job.py:train"), "local", Resources()), attempt)
+    return StudyClient(own, Spec("s/0", Target(function="job.py:train"), "local", Resources()), attempt, process)
 
 
 def kill(folder: RunFolder, number: int) -> None:

@@ -42,10 +42,12 @@ def sampler_of(
     levels: Sequence[int] = (),
     space: Space | str | None = None,
     objectives: int = 1,
+    process: int = 0,
 ) -> BaseSampler:
     """Return the sampler for one attempt of a worker.
 
     Args:
+        process: that of a worker with several, from 1; 0 for others.
         levels: progress values at which `tpe` compares trials.
         space: the sweep's space.
         objectives: their number. With several, `tpe` is Optuna's, which learns from the final values.
@@ -61,7 +63,8 @@ def sampler_of(
         cls = samplers.learning_from_failures(_class("sampler", _SAMPLERS.get(asked.name, asked.name)))
     if asked.seed is not None:
         # with the same seed, workers that start together would try the same points, and a restarted one its old points
-        options["seed"] = int(np.random.SeedSequence((asked.seed, worker, attempt)).generate_state(1)[0])
+        entropy = [asked.seed, worker, attempt, *([process] if process else [])]
+        options["seed"] = int(np.random.SeedSequence(entropy).generate_state(1)[0])
     made = _made(f"sampler {asked.name}", cls, options)
     if not isinstance(made, BaseSampler):
         raise UserError(f"sampler {asked.name}: it is not an optuna.samplers.BaseSampler")

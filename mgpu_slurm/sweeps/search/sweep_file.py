@@ -49,6 +49,8 @@ class Sweep:
     trials: int | None
     """None for as many as the budget allows, or for all points of a grid."""
     workers: int
+    trials_per_worker: int
+    """How many trials a worker trains at the same time."""
     budget: Budget
     resources: Resources
     """Resources of one worker."""
@@ -102,7 +104,7 @@ class Sweep:
             f"trials    {trials}{f', {len(self.enqueue)} of them enqueued' if self.enqueue else ''}",
             *([f"knows     the trials of study {self.warm_start}"] if self.warm_start else []),
             *([f"seeds     {', '.join(map(str, self.seed_values))} for each trial"] if self.seeds > 1 else []),
-            f"workers   {self.workers}",
+            f"workers   {self.workers}{self._shared_words()}",
             *([f"budget    {words}"] if (words := self.budget.words(self.metric)) else []),
         ]
 
@@ -113,10 +115,21 @@ class Sweep:
         assert isinstance(first, int)
         return range(first, first + self.seeds)
 
+    def workers_for(self, trials: int | None) -> int:
+        """Return how many workers so many trials occupy, at most all of them.
+
+        Args:
+            trials: None for as many as the budget allows.
+        """
+        return self.workers if trials is None else min(self.workers, -(-trials // self.trials_per_worker))
+
     @property
     def most_at_once(self) -> int | None:
         """How many trials may run at the same time; None without a limit."""
         return self.pruner.population if self.pruner.name == "pbt" else self.trials
+
+    def _shared_words(self) -> str:
+        return f", each with {self.trials_per_worker} trials at the same time" if self.trials_per_worker > 1 else ""
 
     def _too_few(self) -> list[str]:
         """Return a warning if no trial may become complete by its rank."""
@@ -150,6 +163,7 @@ class _Keys:
     pruner: Pruner = field(default_factory=Pruner)
     trials: int | None = None
     workers: int = 1
+    trials_per_worker: int = 1
     budget: Budget = field(default_factory=Budget)
     resources: Flags = field(default_factory=dict)
     fixed: Values = field(default_factory=dict)
@@ -214,13 +228,17 @@ def _with_names(values: Config) -> Config:
 
 def _checked(keys: _Keys, source: str) -> Sweep:
     check_run_name(keys.study)
-    for name, number in (("trials", keys.trials), ("workers", keys.workers), ("seeds", keys.seeds)):
-        if number is not None and number < 1:
+    for name in ("trials", "workers", "trials_per_worker", "seeds"):
+        if (number := getattr(keys, name)) is not None and number < 1:
             raise UserError(f"{name} {number}: expected at least 1")
     if keys.max_retries < 0:
         raise UserError(f"max_retries {keys.max_retries}: expected 0 or more")
     if keys.storage is not None:
         _check_storage(keys.storage)
+    flags = {name.replace("_", "-"): value for name, value in keys.resources.items()}
+    if keys.trials_per_worker > 1:
+        # the worker itself starts a process for each trial
+        flags |= _one_task(flags, keys.trials_per_worker)
     command = parse_command(keys.job)
     space = keys.space if isinstance(keys.space, str) else space_parser.parse(keys.space, source)
     made = Sweep(
@@ -233,9 +251,10 @@ def _checked(keys: _Keys, source: str) -> Sweep:
         pruner=keys.pruner,
         trials=_trials(keys, space),
         workers=keys.workers,
+        trials_per_worker=keys.trials_per_worker,
         budget=keys.budget,
-        resources=resources_from(keys.resources, "resources"),
-        flags={name.replace("_", "-"): value for name, value in keys.resources.items()},
+        resources=resources_from(flags, "resources"),
+        flags=flags,
         fixed=keys.fixed,
         space=space,
         storage=keys.storage,
@@ -295,6 +314,17 @@ def _trials(keys: _Keys, space: Space | str) -> int | None:
     if keys.trials is None and keys.budget == Budget() and keys.pruner.name != "pbt":
         raise UserError("no stopping condition: add `trials:`, or a `budget:` such as {hours: 4}")
     return keys.trials
+
+
+def _one_task(flags: Flags, trials_per_worker: int) -> Flags:
+    """Return the resources that let a worker divide its node among trials."""
+    tasks = flags.get("ntasks-per-node")
+    if tasks not in (None, 1):
+        raise UserError(
+            f"trials_per_worker {trials_per_worker}: each trial is trained by one process, not by ntasks-per-node"
+            f" {tasks}: remove one of them"
+        )
+    return {"ntasks-per-node": 1}
 
 
 def _check_names(made: Sweep) -> None:

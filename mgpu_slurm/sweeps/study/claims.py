@@ -30,11 +30,17 @@ class Worker:
 
     number: int
     attempt: int
+    process: int = 0
+    """As in `Rank`: each of a worker's processes takes its own trials."""
 
     @property
     def claim(self) -> str:
         """Name of the attribute by which a trial names this worker."""
-        return f"{_CLAIM}{self.number}"
+        return f"{_CLAIM}{self.number}{f'/{self.process}' if self.process else ''}"
+
+    def has(self, trial: FrozenTrial) -> bool:
+        """Return whether the trial is, or was to its end, in the hands of this worker."""
+        return bool(trial.system_attrs.get(self.claim) == self.attempt)
 
 
 def claim(study: Study, worker: Worker, trial: FrozenTrial) -> bool:
@@ -52,8 +58,12 @@ def claim(study: Study, worker: Worker, trial: FrozenTrial) -> bool:
 
 def claims(trial: FrozenTrial) -> dict[int, int]:
     """Return who may be running the trial: attempts by worker number."""
+    return {int(key[len(_CLAIM) :].partition("/")[0]): value for key, value in _claims(trial).items()}
+
+
+def _claims(trial: FrozenTrial) -> dict[str, int]:
     attributes = trial.system_attrs.items()
-    return {int(key[len(_CLAIM) :]): value for key, value in attributes if key.startswith(_CLAIM) and value is not None}
+    return {key: value for key, value in attributes if key.startswith(_CLAIM) and value is not None}
 
 
 def give_back(study: Study, trial: FrozenTrial) -> None:
@@ -103,5 +113,5 @@ def blame(study: Study, trial: FrozenTrial, reason: str, is_own_fault: bool) -> 
 
 
 def _disclaim(study: Study, trial: FrozenTrial) -> None:
-    for number in claims(trial):
-        optuna_adapter.set_trial_attribute(study, trial, f"{_CLAIM}{number}", None)
+    for key in _claims(trial):
+        optuna_adapter.set_trial_attribute(study, trial, key, None)

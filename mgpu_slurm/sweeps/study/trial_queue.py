@@ -102,7 +102,9 @@ def load(sweep: Sweep, journal: Path, worker: Worker | None = None) -> Study:
 
 def _sampler(sweep: Sweep, worker: Worker) -> BaseSampler:
     levels, objectives = sweep.pruner.levels, len(sweep.objectives)
-    return sampler_of(sweep.sampler, worker.number, worker.attempt, levels, sweep.space, objectives)
+    return sampler_of(
+        sweep.sampler, worker.number, worker.attempt, levels, sweep.space, objectives, process=worker.process
+    )
 
 
 def queue(study: Study, points: list[Values]) -> None:
@@ -280,7 +282,7 @@ def _take_waiting(
 
 def _by_turn(trials: list[FrozenTrial], worker: Worker) -> Iterator[FrozenTrial]:
     """Yield the trials. Each worker starts at a different one, to avoid competition for the same."""
-    start = worker.number % len(trials) if trials else 0
+    start = (worker.number + worker.process) % len(trials) if trials else 0
     yield from trials[start:]
     yield from trials[:start]
 

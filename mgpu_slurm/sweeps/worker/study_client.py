@@ -9,6 +9,7 @@ import math
 import time
 from collections.abc import Callable
 from functools import cached_property
+from typing import Any
 
 from optuna.exceptions import TrialPruned
 from optuna.trial import FrozenTrial, Trial, TrialState
@@ -22,16 +23,15 @@ from mgpu_slurm.request import config as configs
 from mgpu_slurm.request.spec import REQUEUE_EXIT_CODE, TERMINATED_EXIT_CODE, Spec
 from mgpu_slurm.run_folder import records
 from mgpu_slurm.run_folder.layout import RunFolder
-from mgpu_slurm.sweeps import hparams, optuna_adapter
+from mgpu_slurm.sweeps import hparams
 from mgpu_slurm.sweeps.search import space_function, trial_command
 from mgpu_slurm.sweeps.search.parameters import Values, words_of
 from mgpu_slurm.sweeps.search.space import Space
 from mgpu_slurm.sweeps.search.sweep_file import Sweep
-from mgpu_slurm.sweeps.study import claims as claiming
-from mgpu_slurm.sweeps.study import outcomes, recovery
+from mgpu_slurm.sweeps.study import outcomes
 from mgpu_slurm.sweeps.study import trial_queue as studies
-from mgpu_slurm.sweeps.study.recovery import Death
-from mgpu_slurm.sweeps.worker import copies, paused_trials, sweep_end
+from mgpu_slurm.sweeps.worker import copies, left_trials, paused_trials, sweep_end
+from mgpu_slurm.sweeps.worker.left_trials import Predecessor
 from mgpu_slurm.sweeps.worker.messages import Assignment, Leave
 from mgpu_slurm.sweeps.worker.sweep_end import SweepEnd
 from mgpu_slurm.sweeps.worker.trial import WorkerTrial
@@ -41,22 +41,23 @@ from mgpu_slurm.sweeps.worker.worker_study import WorkerStudy
 PAUSE = 1.0
 """Seconds between two messages to the ranks while the worker waits for results of other workers."""
 
-NO_TRIAL: dict[str, object] = {"trial": None, "reason": ""}
+NO_TRIAL: dict[str, Any] = {"trial": None, "reason": ""}
 """Fields of the state of a worker that leaves or waits."""
 
 
 class StudyClient:
     """A worker's access to the study."""
 
-    def __init__(self, folder: RunFolder, spec: Spec, attempt: int) -> None:
+    def __init__(self, folder: RunFolder, spec: Spec, attempt: int, process: int = 0) -> None:
         """
         Args:
             folder: the folder of the worker.
+            process: that of a worker with several, from 1; 0 for others.
         """
         self._folder = folder
         self._sweep_folder = folder.group
         self._spec = spec
-        self._shared = WorkerStudy(folder, attempt)
+        self._shared = WorkerStudy(folder, attempt, process)
         self._worker = self._shared.worker
         self._study = self._shared.study
         self._health = WorkerHealth(self._shared)
@@ -68,8 +69,6 @@ class StudyClient:
         """The seed with which it is trained now, if it has several."""
         self._begun = 0
         """Number of trials begun here."""
-        self.ended = 0
-        """Number of trials that ended here for good."""
 
     @property
     def _sweep(self) -> Sweep:
@@ -102,6 +101,10 @@ class StudyClient:
             # trials that were begun are finished
             trial = None if has_failed else self._take(is_over=over is not None)
             if trial is None:
+                if not has_failed and self._shared.others_train():
+                    # they may pause or lose a trial that this process can continue
+                    time.sleep(PAUSE)
+                    return None
                 over = over or self._sweep_end.when_all_tried()
                 if has_failed or self._leaves():
                     self._shared.write_summary()
@@ -121,6 +124,11 @@ class StudyClient:
             # the number of its trials replaces the metrics of its last trial
             self._shared.show(leaving=self._worker.attempt, metrics={"trials": float(self.ended)}, **NO_TRIAL)
             return True
+
+    @property
+    def ended(self) -> int:
+        """Number of trials that have ended in this attempt of the worker."""
+        return sum(self._shared.had(trial) for trial in self._shared.trials() if trial.state.is_finished())
 
     def _take(self, is_over: bool) -> Trial | None:
         def take() -> Trial | None:
@@ -232,7 +240,7 @@ class StudyClient:
         own = self._running()
         own.metrics |= metrics
         value = metrics.get(self._sweep.metric)
-        shown: dict[str, object] = {"progress": progress, "metrics": metrics}
+        shown: dict[str, Any] = {"progress": progress, "metrics": metrics}
         if own.last_value is None:
             missing = _missing(self._sweep.metric, metrics)
             shown["reason"] = f"the job has not reported {missing} yet" if value is None else ""
@@ -300,7 +308,7 @@ class StudyClient:
 
     def _pause(self, progress: int) -> None:
         self._running().pause(progress)
-        self._ended(for_good=False)
+        self._ended()
 
     def fail(self, reason: str) -> None:
         """End the trial after an error in its code, or let another worker try it."""
@@ -308,7 +316,7 @@ class StudyClient:
         if self._health.is_doubtful(own.frozen(), reason):
             own.doubt(reason)
             self._health.doubted()
-            self._ended(for_good=False)
+            self._ended()
         else:
             own.fail(reason)
             self._ended()
@@ -317,7 +325,7 @@ class StudyClient:
     def lose(self, reason: str) -> None:
         """End this attempt, whose process was killed here; the trial may succeed in its next one."""
         has_failed = self._running().lose(reason)
-        self._ended(for_good=has_failed)
+        self._ended()
         if has_failed:
             self._health.check()
 
@@ -332,11 +340,10 @@ class StudyClient:
         has_saved = has_saved or own.has_saved_seed
         if is_late and self._begun == 1 and not self._health.has_waited and not has_saved:
             # it had the whole time of a worker, and would get no further next time
-            has_failed = own.lose("no checkpoint within a worker's whole time limit (run.restore)")
+            own.lose("no checkpoint within a worker's whole time limit (run.restore)")
         else:
-            has_failed = False
             own.give_back()
-        self._ended(for_good=has_failed)
+        self._ended()
         self._shared.show(**NO_TRIAL)
         self._shared.write_summary()
 
@@ -349,34 +356,15 @@ class StudyClient:
         """Return whether the trial reported anything new since it began here."""
         return self._running().has_reported
 
-    def _ended(self, for_good: bool = True) -> None:
+    def _ended(self) -> None:
         """Forget the trial. The state shown by `status` is left as it is: the next trial replaces it at once."""
         self._trial = None
-        self.ended += for_good
 
     # -- after a death
 
-    def settle(self) -> None:
-        """Release the trial that an earlier attempt of this worker left running."""
-        for trial in self._study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
-            claims = claiming.claims(trial)
-            attempt = claims.pop(self._worker.number, self._worker.attempt)
-            # if others claim it too, another worker may have been faster: `recover` checks whether they are alive
-            if attempt < self._worker.attempt and not claims:
-                self._settle(trial, attempt)
-
-    def _settle(self, trial: FrozenTrial, attempt: int) -> None:
-        death = recovery.of_attempt(self._folder, attempt) or Death("its worker died")
-        has_failed = False
-        with locked(self._folder.trials_lock):
-            now = optuna_adapter.read_trial(self._study, trial)
-            is_own = now.state == TrialState.RUNNING and claiming.claims(now).get(self._worker.number) == attempt
-            if is_own and death.is_trials_fault and self._health.is_doubtful(now, death.reason):
-                claiming.doubt(self._study, now, self._worker, death.reason)
-            elif is_own:
-                has_failed = recovery.release(self._study, self._sweep_folder, now, death, self._sweep)
-        if has_failed:
-            self._health.check()
+    def settle(self, replaced: Predecessor | None = None) -> None:
+        """Release what was left running; see `left_trials.settle`."""
+        left_trials.settle(self._shared, self._health, replaced)
 
     def _running(self) -> WorkerTrial:
         assert self._trial is not None

@@ -258,7 +258,7 @@ class WorkerTrial:
 
     def check_is_mine(self) -> None:
         """Raise Superseded if this worker was taken for dead, as on a node that SLURM gave up, and lost its trial."""
-        if claiming.claims(self.frozen()).get(self._worker.number) != self._worker.attempt:
+        if not self._worker.has(self.frozen()):
             raise Superseded(f"trial {self.number} has been given to another worker")
 
     # -- its end here; all raise Superseded if it is not this worker's any more

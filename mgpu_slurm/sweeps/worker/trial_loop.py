@@ -24,8 +24,10 @@ from mgpu_slurm.rank.step_sync import Agreed, Call
 from mgpu_slurm.request import target
 from mgpu_slurm.run_folder.layout import RunFolder
 from mgpu_slurm.run_folder.records import now
+from mgpu_slurm.sweeps.worker import left_trials
 from mgpu_slurm.sweeps.worker.command_trials import CommandTrainer
 from mgpu_slurm.sweeps.worker.function_trials import FAILED_EXIT_CODE, FunctionTrainer
+from mgpu_slurm.sweeps.worker.left_trials import Predecessor
 from mgpu_slurm.sweeps.worker.messages import (
     RAISED_TOGETHER,
     Assignment,
@@ -55,8 +57,9 @@ def serve(rank: Rank, stop: StopFlag) -> None:
     target.use_snapshot(rank.folder.code / rank.spec.workdir)
     # a CUDA context here would take GPU memory from the commands
     own_device = torch.device("cpu") if rank.spec.target.is_command else None
+    replaced = left_trials.take_predecessor()
     with entry.joined(rank, own_device) as device, closing(Collectives(rank.facts, RAISED_TOGETHER)) as collectives:
-        client = _client(rank, collectives)
+        client = _client(rank, collectives, replaced)
         trainer: Trainer
         if rank.spec.target.is_command:
             trainer = CommandTrainer(rank, stop, collectives, client)
@@ -66,14 +69,18 @@ def serve(rank: Rank, stop: StopFlag) -> None:
             WorkerRank(rank, stop, collectives, client, trainer).serve()
 
 
-def _client(rank: Rank, collectives: Collectives) -> StudyClient | None:
-    """Return the study client on rank 0, None on others; if it fails, all ranks raise the error."""
+def _client(rank: Rank, collectives: Collectives, replaced: Predecessor | None) -> StudyClient | None:
+    """Return the study client on rank 0, None on others; if it fails, all ranks raise the error.
+
+    Args:
+        replaced: the process that this one replaces.
+    """
     made: list[StudyClient] = []
 
     def make() -> None:
         keep_freed_memory()
-        client = StudyClient(rank.folder, rank.spec, rank.attempt)
-        client.settle()
+        client = StudyClient(rank.folder, rank.spec, rank.attempt, rank.process)
+        client.settle(replaced)
         made.append(client)
 
     collectives.broadcast_from_rank0(make)
@@ -170,7 +177,7 @@ class WorkerRank:
 
     @property
     def _unfinished(self) -> Path:
-        return self._rank.folder.unfinished(self._rank.attempt)
+        return self._rank.folder.unfinished(self._rank.attempt, self._rank.process)
 
     def _mark_finished(self) -> None:
         """Remove the unfinished mark, so that the ranks are not restarted in place."""
@@ -184,7 +191,7 @@ class WorkerRank:
         try:
             yield
         finally:
-            output.send_to(self._rank.folder.rank_log(self._rank.attempt, self._rank.facts.rank))
+            output.send_to(self._rank.folder.rank_log(self._rank.attempt, self._rank.number_in_logs))
 
     def _too_much(self) -> str | None:
         """Return what trials have left on any rank beyond the limits; None after the first, which loads shared code."""

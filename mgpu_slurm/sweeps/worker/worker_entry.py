@@ -22,7 +22,21 @@ def run_rank(folder: RunFolder) -> int:
 def work(rank: Rank) -> int:
     # half of the lead time is for a checkpoint at the next step; a trial that saves none leaves anyway
     stop = StopFlag(leave_after=(rank.spec.lead or 0) / 2)
+    stop.listen()
+    # the sweep file may have changed since the submission
+    from mgpu_slurm.sweeps.search import sweep_file
+
+    count = 1 if rank.process else sweep_file.load(rank.folder.sweep).trials_per_worker
+    if count > 1:
+        return _supervise(rank, count, stop)
     return entry.guarded(rank, stop, lambda: _serve(rank, stop))
+
+
+def _supervise(rank: Rank, count: int, stop: StopFlag) -> int:
+    from mgpu_slurm.sweeps.worker import side_by_side
+
+    with entry.reporting_errors(rank):
+        return side_by_side.supervise(rank, count, stop)
 
 
 def _serve(rank: Rank, stop: StopFlag) -> None:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 import os
 import time
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from typing import Any
 
 from optuna.study import Study
-from optuna.trial import FrozenTrial
+from optuna.trial import FrozenTrial, TrialState
 
 from mgpu_slurm.core import log_lines
+from mgpu_slurm.core.files import locked
 from mgpu_slurm.run_folder import records
 from mgpu_slurm.run_folder.layout import RunFolder
 from mgpu_slurm.sweeps.scheduling.construction import scheduler_of
@@ -20,7 +21,7 @@ from mgpu_slurm.sweeps.search import sweep_file
 from mgpu_slurm.sweeps.search.sweep_file import Sweep
 from mgpu_slurm.sweeps.study import recovery, summary
 from mgpu_slurm.sweeps.study import trial_queue as studies
-from mgpu_slurm.sweeps.study.claims import Worker
+from mgpu_slurm.sweeps.study.claims import Worker, claims
 from mgpu_slurm.sweeps.study.snapshots import Snapshots
 
 LOOK_EVERY = 30.0
@@ -33,15 +34,16 @@ SUMMARY_SHARE = 0.02
 class WorkerStudy:
     """The state that a worker shares with the other workers of its sweep."""
 
-    def __init__(self, folder: RunFolder, attempt: int) -> None:
+    def __init__(self, folder: RunFolder, attempt: int, process: int = 0) -> None:
         """
         Args:
             folder: the folder of the worker.
+            process: that of a worker with several, from 1; 0 for others.
         """
         assert folder.task is not None
         self.folder = folder
         self.sweep_folder = folder.group
-        self.worker = Worker(folder.task, attempt)
+        self.worker = Worker(folder.task, attempt, process)
         self._sweep_written = 0
         self.sweep: Sweep
         self.reread_sweep()
@@ -67,6 +69,16 @@ class WorkerStudy:
         """Return the study's own trials in their current state."""
         return summary.own_trials(self.study)
 
+    def had(self, trial: FrozenTrial) -> bool:
+        """Return whether this attempt of the worker, by any of its processes, trains or has ended a trial."""
+        return claims(trial).get(self.worker.number) == self.worker.attempt
+
+    def others_train(self) -> bool:
+        """Return whether another process of this worker trains a trial, while this one has none."""
+        return bool(self.worker.process) and any(
+            trial.state == TrialState.RUNNING and self.had(trial) for trial in self.trials()
+        )
+
     def snapshot(self) -> Snapshot:
         """Return the study's own trials for the scheduler; the caller must hold the lock if trials may pause."""
         return self.snapshots.take(self.sweep.trials, is_over=studies.why_over(self.study) is not None)
@@ -85,13 +97,26 @@ class WorkerStudy:
         if found:
             log_lines.say(f"released trials of dead workers: {', '.join(map(str, found))}")
 
-    def show(self, **changes: Any) -> None:
-        """Change what `status` shows of the worker."""
+    def show(self, leaving: int | None = None, replaces: int | None = None, **changes: Any) -> None:
+        """Change what `status` shows of the worker.
+
+        Args:
+            leaving: the attempt, if it has found nothing left to do.
+            replaces: a process of the worker that is shown no more.
+        """
+        process = self.worker.process
         # only for people: a full disk must not end a trial
-        with suppress(OSError):
+        with suppress(OSError), locked(self.folder.state.with_suffix(".lock")) if process else nullcontext():
+            state = records.read_state(self.folder)
             # an attempt that SLURM gave up with its node must not change the state of a later attempt
-            if records.read_state(self.folder).attempts <= self.worker.attempt:
-                records.update_state(self.folder, sync=False, **changes)
+            if state.attempts > self.worker.attempt:
+                return
+            if process and leaving is None:
+                known = {number: each for number, each in (state.processes or {}).items() if number != str(replaces)}
+                changes = {"processes": {**known, str(process): {**known.get(str(process), {}), **changes}}}
+            elif leaving is not None:
+                changes |= {"leaving": leaving, "processes": None}
+            records.update_state(self.folder, sync=False, **changes)
 
     def write_summary(self, at_once: bool = True) -> None:
         """Write the summary of the sweep.

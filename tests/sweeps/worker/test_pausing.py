@@ -385,7 +385,7 @@ def test_trial_that_failed_at_its_rung_on_a_doubtful_node_is_tried_elsewhere(tmp
     assert part.report(1, {"score": 0.5}) == PAUSE
     own = part._running()
     own.doubt("OSError: no GPU")
-    part._ended(for_good=False)
+    part._ended()
     assert counts(folder) == {"WAITING": 9}
     assert begin(other).number == number
     assert other.report(2, {"score": 0.6}) == PAUSE

@@ -1,0 +1,185 @@
+"""A worker that trains several trials at the same time: one process for each, which share its cores and its GPUs.
+
+Each of these processes is like a worker of one rank, and takes its own trials. One that dies does not disturb the
+others: another one replaces it, which gives its trial back to the study.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import select
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from types import FrameType
+
+from mgpu_slurm.core import log_lines, processes
+from mgpu_slurm.core.files import read_json
+from mgpu_slurm.core.formatting import first_line
+from mgpu_slurm.job.attempt import Ending, describe_exit
+from mgpu_slurm.job.gil_monitor import GilMonitor
+from mgpu_slurm.rank.command import PASSED_ON
+from mgpu_slurm.rank.rank_info import Rank
+from mgpu_slurm.rank.signals import Stop, StopFlag, lead_signal
+from mgpu_slurm.request.spec import (
+    GPU_SHARE_VARIABLE,
+    PROCESS_VARIABLE,
+    REQUEUE_EXIT_CODE,
+    TERMINATED_EXIT_CODE,
+)
+from mgpu_slurm.run_folder import failures, records
+from mgpu_slurm.run_folder.record_types import Failure
+from mgpu_slurm.slurm.commands import THREADS_VARIABLE
+from mgpu_slurm.sweeps.study.recovery import Death
+from mgpu_slurm.sweeps.worker.left_trials import Predecessor
+
+LOOK_EVERY = 1.0
+"""Seconds between two checks whether a process is stuck."""
+
+
+def supervise(rank: Rank, count: int, stop: StopFlag) -> int:
+    """Train trials in this many processes until all of them have ended; return the worker's exit code.
+
+    Args:
+        stop: has listened to signals until now.
+    """
+    return _Supervisor(rank, count).run(stop)
+
+
+@dataclass
+class _Process:
+    number: int
+    """As in `Rank`."""
+    child: subprocess.Popen[bytes]
+    monitor: GilMonitor
+    descriptor: int = field(init=False)
+    """Readable once it has ended."""
+
+    def __post_init__(self) -> None:
+        self.descriptor = os.pidfd_open(self.child.pid)
+
+
+class _Supervisor:
+    def __init__(self, rank: Rank, count: int) -> None:
+        self._rank = rank
+        self._folder = rank.folder
+        self._count = count
+        self._alive: list[_Process] = []
+        self._heard = False
+        """Whether this worker has been told to stop."""
+        self._codes: list[int] = []
+        """Exit codes of the processes that have ended for good."""
+        # signals to this process may not have reached those below it
+        self._witness = processes.SignalWitness()
+
+    def run(self, stop: StopFlag) -> int:
+        for signum in {lead_signal(), *PASSED_ON}:
+            signal.signal(signum, self._pass_on)
+        if stop.asked is not Stop.NO:
+            return TERMINATED_EXIT_CODE if stop.asked is Stop.END else REQUEUE_EXIT_CODE
+        with suppress(OSError):
+            # those of an earlier attempt
+            records.update_state(self._folder, sync=False, processes=None)
+        oom_kills = processes.oom_kills()
+        self._alive = [self._start(number) for number in range(1, self._count + 1)]
+        while self._alive:
+            ready, _, _ = select.select([each.descriptor for each in self._alive], [], [], LOOK_EVERY)
+            for each in list(self._alive):
+                if each.descriptor in ready:
+                    killed, oom_kills = processes.oom_kills() - oom_kills, processes.oom_kills()
+                    self._ended(each, out_of_memory=killed > 0)
+                elif each.monitor.is_stuck():
+                    each.child.kill()
+        failed = [code for code in self._codes if code not in (0, REQUEUE_EXIT_CODE, TERMINATED_EXIT_CODE)]
+        return max(failed, default=max(self._codes))
+
+    def _start(self, number: int, replaced: Predecessor | None = None) -> _Process:
+        parent = os.getpid()
+        cores = share_of_cores((number - 1) % self._count, self._count, sorted(os.sched_getaffinity(0)))
+
+        def enter() -> None:
+            processes.die_with_parent(signal.SIGKILL, parent)
+            os.sched_setaffinity(0, cores)
+            # until it can handle them
+            signal.pthread_sigmask(signal.SIG_BLOCK, {lead_signal(), signal.SIGTERM, signal.SIGINT})
+
+        words = [sys.executable, "-m", "mgpu_slurm.job", "worker", str(self._folder.path)]
+        environ = variables(number, self._count, len(cores), self._rank.spec.resources.gpus_per_node, os.environ)
+        if replaced is not None:
+            environ |= replaced.variables()
+        child = subprocess.Popen(words, env=environ, preexec_fn=enter)
+        monitor = GilMonitor(self._folder, self._rank.attempt, 60 * self._rank.spec.stuck_after, number)
+        return _Process(number, child, monitor)
+
+    def _pass_on(self, signum: int, frame: FrameType | None) -> None:
+        self._heard = True
+        if not self._witness.has(signum):
+            processes.tell(signum, [each.child.pid for each in self._alive])
+
+    def _ended(self, process: _Process, out_of_memory: bool) -> None:
+        code = process.child.wait()
+        code = 128 - code if code < 0 else code
+        os.close(process.descriptor)
+        process.monitor.conclude(self._rank.facts.node_name)
+        self._alive.remove(process)
+        mark = self._folder.unfinished(self._rank.attempt, process.number)
+        is_told = self._heard or code in (REQUEUE_EXIT_CODE, TERMINATED_EXIT_CODE)
+        failure = self._failure(process.number)
+        if is_told or not mark.exists() or failures.cause_of(failure) is failures.FORGERY:
+            self._codes.append(code)
+            return
+        # the mark holds once: a process that reaches no trial is not replaced
+        mark.unlink()
+        death = _death(failure, describe_exit(Ending(code, "its process")), out_of_memory)
+        if code:
+            log_lines.say(f"process {process.number}: {death.reason}: another one replaces it")
+        # with a number of its own, by which it claims trials and draws values, and with the same cores and GPU
+        self._alive.append(self._start(process.number + self._count, Predecessor(process.number, death)))
+
+    def _failure(self, number: int) -> Failure:
+        return Failure.from_json(read_json(self._folder.rank_failure(self._rank.attempt, number)) or {})
+
+
+def _death(failure: Failure, exited: str, out_of_memory: bool) -> Death:
+    if failure.trial is not None:
+        return Death(f"{failure.error}: {first_line(failure.message)}", is_trials_fault=True)
+    memory = " (the node ran out of memory, which trials_per_worker does not divide)" if out_of_memory else ""
+    return Death(f"{first_line(failure.message) or exited}{memory}")
+
+
+# -- what each process has of the worker
+
+
+def share_of_cores(index: int, count: int, cores: Sequence[int]) -> list[int]:
+    """Return the cores of one of `count` processes: neighbours, which share caches; if there are fewer cores than
+    processes, these share them in turn."""
+    if len(cores) < count:
+        return [cores[index % len(cores)]]
+    return list(cores[index * len(cores) // count : (index + 1) * len(cores) // count])
+
+
+def variables(number: int, count: int, cores: int, gpus: int | None, environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment of a process of a worker.
+
+    Args:
+        number: that of the process, from 1.
+        cores: number of its cores.
+        gpus: GPUs of the worker; None or 0 if none were requested.
+    """
+    own = dict(environ) | {PROCESS_VARIABLE: str(number)}
+    threads = own.get("OMP_NUM_THREADS", "")
+    if not (threads.isdigit() and int(threads) <= cores):
+        # it was for all cores of the worker
+        own["OMP_NUM_THREADS"] = own[THREADS_VARIABLE] = str(cores)
+    if "SLURM_CPUS_PER_TASK" in own:
+        own["SLURM_CPUS_PER_TASK"] = str(cores)
+    if gpus:
+        visible = [name for name in environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
+        visible = visible or [str(index) for index in range(gpus)]
+        own["CUDA_VISIBLE_DEVICES"] = visible[(number - 1) % len(visible)]
+    own[GPU_SHARE_VARIABLE] = f"{1 / math.ceil(count / max(1, gpus or 1)):.4g}"
+    return own
