@@ -25,7 +25,7 @@ from optuna.trial import Trial, TrialState
 from benchmarks.measure import Estimate, interleave, median, ratio
 from benchmarks.report import Row, Section
 from mgpu_slurm.sweeps.search import sweep_file as files
-from mgpu_slurm.sweeps.search.sweep_file import Sweep
+from mgpu_slurm.sweeps.search.sweep import Sweep
 from mgpu_slurm.sweeps.study import trial_queue as studies
 from mgpu_slurm.sweeps.study.claims import Worker
 from tests.on_slurm.packages import DATABASE_PASSWORD

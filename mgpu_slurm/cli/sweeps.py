@@ -76,7 +76,8 @@ def sweep(
 def best(name: str, as_yaml: bool, top: int | None, trial: int | None, as_json: bool) -> None:
     """Show the best trial of a sweep, and how to train it again.
 
-    With several metrics, list the Pareto front: the trials that no other trial beats in all of them.
+    With several metrics, list the Pareto front: the trials that no other trial beats in all of them. If the best trials
+    are trained again (`confirm:`), show which differences are real.
     """
     from dataclasses import asdict
 
@@ -101,12 +102,15 @@ def best(name: str, as_yaml: bool, top: int | None, trial: int | None, as_json: 
             print_lines(front.lines())
         return
     found = best_trial.best(folder, trial)
-    if as_json:
-        print_json(asdict(found) | {"schedule": [part.to_json() for part in found.schedule]})
-    elif as_yaml:
+    if as_yaml:
         print(configs.dump_yaml(found.config), end="")
+        return
+    confirmation = None if trial is not None else best_trial.confirmation(folder)
+    if as_json:
+        told = {} if confirmation is None else {"confirmation": confirmation.to_json()}
+        print_json(asdict(found) | {"schedule": [part.to_json() for part in found.schedule]} | told)
     else:
-        print_lines(found.lines())
+        print_lines([*found.lines(), *(["", *confirmation.lines()] if confirmation is not None else [])])
 
 
 @click.command()

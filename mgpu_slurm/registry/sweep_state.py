@@ -10,7 +10,7 @@ from mgpu_slurm.core.formatting import counted
 from mgpu_slurm.run_folder import states
 from mgpu_slurm.run_folder.layout import RunFolder
 from mgpu_slurm.run_folder.record_types import RunState
-from mgpu_slurm.run_folder.sweep_records import SweepSummary, TrialSummary
+from mgpu_slurm.run_folder.sweep_records import SweepSummary, TrialSummary, confirmation_of
 
 
 def summary_of(folder: RunFolder, workers: Sequence[RunState] | None = None) -> SweepSummary:
@@ -20,6 +20,7 @@ def summary_of(folder: RunFolder, workers: Sequence[RunState] | None = None) -> 
         workers: their current states; a killed worker no longer updates its trial.
     """
     summary = _written(folder)
+    summary = replace(summary, unconfirmed=unconfirmed(folder, summary))
     return summary if workers is None else _without_orphans(summary, workers)
 
 
@@ -61,10 +62,21 @@ def overall(workers: Sequence[RunState], summary: SweepSummary) -> str:
     return states.FAILED if has_failed else found
 
 
+def unconfirmed(folder: RunFolder, summary: SweepSummary) -> int:
+    """Return how many of the best trials of a sweep are still to be trained again for its confirmation."""
+    if not summary.confirm or summary.best is None or (summary.over is not None and summary.over.failed):
+        return 0
+    own = RunFolder(folder.path.with_name(confirmation_of(folder.path.name)))
+    if not own.summary.exists():
+        return min(summary.confirm, summary.trials["COMPLETE"])
+    confirmation = _written(own)
+    return 0 if confirmation.over is not None else confirmation.trials["WAITING"] + confirmation.trials["RUNNING"]
+
+
 def _is_done(summary: SweepSummary) -> bool:
     """Return whether nothing is left to do: all trials have ended, one of them with a value, or the budget is spent."""
     over, trials = summary.over, summary.trials
-    if _is_in_vain(summary):
+    if _is_in_vain(summary) or summary.unconfirmed:
         return False
     if trials["RUNNING"] or summary.given_back or summary.promotable:
         return False
@@ -121,7 +133,7 @@ def reason(workers: Sequence[RunState], summary: SweepSummary, state: str) -> st
     if states.is_alive(state):
         running = sum(worker.state == states.RUNNING for worker in workers)
         return f"{told}, {running} of {counted(len(workers), 'worker')} running"
-    if summary.over is not None:
+    if summary.over is not None and not summary.unconfirmed:
         return f"{told}: {summary.over.reason}"
     if state == states.COMPLETED:
         return told
@@ -130,8 +142,14 @@ def reason(workers: Sequence[RunState], summary: SweepSummary, state: str) -> st
     if _is_in_vain(summary):
         return f"{told}, and all of them were pruned{_why_pruned(summary)}"
     left = summary.trials["RUNNING"] + summary.trials["WAITING"] + summary.promotable
+    if summary.unconfirmed and not left:
+        return f"{told}, {summary.unconfirmed} of the best not confirmed yet{_how(workers)}"
+    return f"{told}, {left} unfinished{_how(workers)}"
+
+
+def _how(workers: Sequence[RunState]) -> str:
     how = next((worker.reason for worker in workers if worker.state != states.COMPLETED), "")
-    return f"{told}, {left} unfinished{f': {how}' if how else ''}"
+    return f": {how}" if how else ""
 
 
 def _why_pruned(summary: SweepSummary) -> str:

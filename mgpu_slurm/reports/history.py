@@ -24,7 +24,7 @@ from mgpu_slurm.core.retry import Note, quiet
 from mgpu_slurm.metrics.event_layout import Floats, Integers
 from mgpu_slurm.metrics.event_reader import EventFile, read_files
 from mgpu_slurm.registry import current_state
-from mgpu_slurm.reports.run_sources import EVENT_FILES, Source, trials_of
+from mgpu_slurm.reports.run_sources import EVENT_FILES, Source, runs_of
 from mgpu_slurm.request import config as configs
 from mgpu_slurm.request.spec import Spec, read_spec
 from mgpu_slurm.run_folder import states
@@ -70,7 +70,7 @@ def read(found: Sequence[Source], on: On, note: Note = quiet) -> list[History]:
         on: the numbering of the points; a run without such numbers gets a note.
         note: called if a cluster does not answer.
     """
-    found = trials_of(found)
+    found = runs_of(found)
     # of all runs together, so that files are read in parallel
     events = _event_files([source.curves for source in found if not _has_metrics(source)])
     states_by_run = _states([source.own for source in found if source.own is not None], note)
@@ -115,7 +115,8 @@ def _states(folders: list[RunFolder], note: Note) -> dict[RunFolder, str]:
 
 
 def _is_trial(folder: RunFolder) -> bool:
-    return folder.path.parent.name == TRIALS
+    """Return whether a run is a trial of a sweep, or the run of one with one of several seeds."""
+    return TRIALS in folder.run.split("/")
 
 
 def _state_of_trial(folder: RunFolder) -> str:

@@ -83,6 +83,18 @@ def trials_of(found: Sequence[Source]) -> list[Source]:
     return [run for source in found for run in (_trials(source) if source.is_study else [source])]
 
 
+def runs_of(found: Sequence[Source]) -> list[Source]:
+    """Return the runs as `trials_of`, with each trial that is trained with several seeds replaced by its runs."""
+    return [run for trial in trials_of(found) for run in _runs(trial)]
+
+
+def _runs(trial: Source) -> list[Source]:
+    if trial.own is None or not trial.own.seeds.is_dir():
+        return [trial]
+    seeds = sorted(trial.own.seeds.iterdir(), key=lambda path: int(path.name))
+    return [_trial(RunFolder(path)) for path in seeds]
+
+
 def _trials(study: Source) -> Iterator[Source]:
     assert study.own is not None
     names = os.listdir(study.own.trials) if study.own.trials.is_dir() else []

@@ -14,7 +14,7 @@ from mgpu_slurm.request.spec import read_spec
 from mgpu_slurm.run_folder import records, states
 from mgpu_slurm.run_folder.layout import RunFolder
 from mgpu_slurm.run_folder.record_types import RunState
-from mgpu_slurm.run_folder.sweep_records import TRIAL_WORDS, SweepSummary, TrialSummary
+from mgpu_slurm.run_folder.sweep_records import TRIAL_WORDS, SweepSummary, TrialSummary, confirmation_of
 
 MOST_OF_FRONT = 6
 """Number of trials on the Pareto front that are shown."""
@@ -33,6 +33,7 @@ def lines(folder: RunFolder, workers: Sequence[RunState], room: int | None = Non
         f"trials    {_trials(summary)}",
         *_best(folder, summary),
         *(f"{'' if place else 'known':<9} {_trial(summary, trial)}" for place, trial in enumerate(summary.known)),
+        *_confirmation(folder, summary),
         *last_failure(folder, summary),
         f"spent     {_spent(folder, len(workers), summary)}",
         *_left(workers, summary),
@@ -55,6 +56,14 @@ def _why(study: str, workers: Sequence[RunState], summary: SweepSummary, state: 
     )
     told = reason(workers, summary, state)
     return f": {told}{'' if 'resume' in told else advice}"
+
+
+def _confirmation(folder: RunFolder, summary: SweepSummary) -> list[str]:
+    if not summary.confirm or summary.best is None:
+        return []
+    if summary.unconfirmed:
+        return [f"confirm   {summary.unconfirmed} of the best trials are left, as study {confirmation_of(folder.run)}"]
+    return [f"confirm   {program()} best {folder.run}   (which of the best are really worse)"]
 
 
 def _trials(summary: SweepSummary) -> str:

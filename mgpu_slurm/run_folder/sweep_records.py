@@ -23,6 +23,11 @@ TRIAL_WORDS = {
 in the order in which they are shown."""
 
 
+def confirmation_of(study: str) -> str:
+    """Return the name of the study in which the best trials of a study are trained again."""
+    return f"{study}-confirm"
+
+
 @dataclass(frozen=True, kw_only=True)
 class SchedulePart(Record):
     """The values by which a trial of population based training was trained for a while."""
@@ -102,6 +107,10 @@ class SweepSummary(Record):
     """Number of paused trials that would be promoted if more workers came."""
     furthest: TrialSummary | None = None
     """While no trial is complete: the best of the paused trials that have come furthest."""
+    confirm: int = optional(0)
+    """How many of the best trials are trained again when the sweep is over."""
+    unconfirmed: int = optional(0)
+    """How many of them are left; not in the file, but found when it is read."""
     over: SweepOver | None = None
     seconds: dict[str, tuple[int, float]] = field(default_factory=dict)
     """For `complete` and `pruned` trials: their number, and how long workers have had all of them together."""

@@ -7,7 +7,7 @@ from optuna.study import Study
 from mgpu_slurm.core.files import locked, read_json, write_json
 from mgpu_slurm.run_folder.layout import RunFolder
 from mgpu_slurm.sweeps import hparams
-from mgpu_slurm.sweeps.search.sweep_file import Sweep
+from mgpu_slurm.sweeps.search.sweep import Sweep
 from mgpu_slurm.sweeps.study import summary
 
 

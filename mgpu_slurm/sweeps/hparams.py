@@ -22,7 +22,7 @@ from mgpu_slurm.metrics import event_writer
 from mgpu_slurm.run_folder.layout import RunFolder
 from mgpu_slurm.sweeps.search.parameters import Choice, Float, Parameter, Values
 from mgpu_slurm.sweeps.search.space import Space
-from mgpu_slurm.sweeps.search.sweep_file import Sweep
+from mgpu_slurm.sweeps.search.sweep import Sweep
 
 if TYPE_CHECKING:
     from optuna.distributions import BaseDistribution

@@ -15,6 +15,7 @@ from mgpu_slurm.core.errors import ClusterError, NoStudy, UserError
 from mgpu_slurm.core.files import locked
 from mgpu_slurm.core.formatting import counted
 from mgpu_slurm.core.retry import Note, quiet
+from mgpu_slurm.registry import sweep_state
 from mgpu_slurm.request import config as configs
 from mgpu_slurm.request.config import Config
 from mgpu_slurm.request.spec import RestartPolicy, read_spec
@@ -24,11 +25,11 @@ from mgpu_slurm.slurm.sbatch import MayBeQueued
 from mgpu_slurm.submission import submit as submitting
 from mgpu_slurm.submission.plan import Plan, Request
 from mgpu_slurm.submission.resume_overrides import Change
-from mgpu_slurm.sweeps import hparams, optuna_adapter, warm_start
+from mgpu_slurm.sweeps import confirmation, hparams, optuna_adapter, warm_start
 from mgpu_slurm.sweeps.search import space as spaces
 from mgpu_slurm.sweeps.search import space_function, sweep_file
 from mgpu_slurm.sweeps.search.parameters import Values, kept
-from mgpu_slurm.sweeps.search.sweep_file import Sweep
+from mgpu_slurm.sweeps.search.sweep import Sweep
 from mgpu_slurm.sweeps.study import recovery, summary
 from mgpu_slurm.sweeps.study import trial_queue as studies
 from mgpu_slurm.sweeps.sweep_checks import (
@@ -112,6 +113,7 @@ def _create(sweep: Sweep, values: Config, options: Options, note: Note) -> Start
 
     def add(made: Plan, staging: RunFolder) -> None:
         check_resource(sweep, made.whole_config)
+        confirmation.check(made.folder, sweep)
         check_budget(sweep, made.spec.resources.gpus_per_node)
         check_shares(sweep, made.spec.resources)
         check_classes(sweep)
@@ -164,7 +166,7 @@ def _probes(sweep: Sweep) -> tuple[Config, ...]:
     """Return values of trials that the job's config must accept; those of a space function are tried elsewhere."""
     if sweep.command or isinstance(sweep.space, str):
         return ()
-    seed: Values = {"seed": sweep.seed_values[0]} if sweep.seeds > 1 else {}
+    seed: Values = {"seed": sweep.seed_values[0]} if sweep.sets_seeds else {}
     return tuple(spaces.nested(each | seed) for each in sweep.space.probes())
 
 
@@ -186,11 +188,13 @@ def _rehearsed(made: Plan) -> list[str]:
 
 
 def _extend(folder: RunFolder, sweep: Sweep, values: Config, options: Options, note: Note) -> Started:
+    confirmation.refuse_as_sweep(folder)
     if not folder.sweep.exists():
         raise UserError(f"study {sweep.study!r}: {str(folder.path)!r} is a run, not a sweep: choose another name")
     with locked(folder.sweep_lock):
         old = sweep_file.load(folder.sweep)
         refuse_differences(old, sweep)
+        confirmation.check(folder, sweep)
         check_classes(sweep)
         study = studies.load(sweep, folder.journal)
         if not options.dry_run:
@@ -209,7 +213,10 @@ def _extend(folder: RunFolder, sweep: Sweep, values: Config, options: Options, n
         if is_alive:
             refuse_changes(old, sweep, change)
         # a call like this may raise the budget: the first worker checks whether it is still spent
-        starting = workers_to_start(folder, sweep, found, waiting_trials(study, sweep, is_over=False))
+        left = waiting_trials(study, sweep, is_over=False)
+        if left is not None:
+            left += sweep_state.unconfirmed(folder, summary.summarize(study, sweep))
+        starting = workers_to_start(folder, sweep, found, left)
         is_full = is_alive and not spec.is_queued
         lines = _standing(old, sweep, len(trials), found) + _starts(len(starting), is_alive, is_full, options)
         starting = [] if is_full else starting
@@ -238,6 +245,7 @@ def resume(folder: RunFolder, change: Change, note: Note = quiet) -> str:
     Raises:
         UserError: nothing is left to do, or running workers leave no room for others.
     """
+    folder = confirmation.confirmed_by(folder)
     if change.profile is not None:
         raise UserError("--profile: a sweep's trials are not recorded: submit the job as a run")
     for name in change.restart.given | change.parallelism.given:
@@ -263,6 +271,8 @@ def resume(folder: RunFolder, change: Change, note: Note = quiet) -> str:
             left, why = given_back + summary.promotable(study, sweep, is_over=True), f" ({over.reason})"
         # a worker that was killed may have recorded an end in the study, but not in this file
         summary.write(folder, study, sweep)
+        if left is not None:
+            left += sweep_state.unconfirmed(folder, summary.summarize(study, sweep))
         starting = workers_to_start(folder, sweep, found, left)
         if not starting:
             raise UserError(

@@ -13,7 +13,7 @@ from mgpu_slurm.sweeps.scheduling import construction
 from mgpu_slurm.sweeps.search import space as spaces
 from mgpu_slurm.sweeps.search import sweep_options
 from mgpu_slurm.sweeps.search.space import Space
-from mgpu_slurm.sweeps.search.sweep_file import Sweep
+from mgpu_slurm.sweeps.search.sweep import Sweep
 from mgpu_slurm.sweeps.search.sweep_options import Pruner
 
 _PROGRESS_KEYS = ("epochs", "max_epochs", "num_epochs", "n_epochs")

@@ -15,7 +15,7 @@ from mgpu_slurm.request.spec import read_spec
 from mgpu_slurm.run_folder import records, states
 from mgpu_slurm.run_folder.layout import RunFolder
 from mgpu_slurm.run_folder.record_types import RunState
-from mgpu_slurm.sweeps.search.sweep_file import Sweep
+from mgpu_slurm.sweeps.search.sweep import Sweep
 from mgpu_slurm.sweeps.study import summary
 
 LEAVING_SECONDS = 60.0

@@ -18,11 +18,11 @@ from typing import Any
 from mgpu_slurm.rank.signals import Stop
 from mgpu_slurm.run_folder import layout
 from mgpu_slurm.run_folder.layout import RunFolder
+from mgpu_slurm.sweeps.client.messages import Assignment, Leave
+from mgpu_slurm.sweeps.client.study_client import StudyClient
 from mgpu_slurm.sweeps.study.journal import JournalFile
-from mgpu_slurm.sweeps.worker.messages import Assignment, Leave
-from mgpu_slurm.sweeps.worker.study_client import StudyClient
+from tests.sweeps.client.test_copies import save_whole
 from tests.sweeps.sweeps import worker
-from tests.sweeps.worker.test_copies import save_whole
 
 FORK = multiprocessing.get_context("fork")
 

@@ -25,6 +25,7 @@ JOB = """
     @dataclass
     class Config:
         x: int = 0
+        seed: int = 0
         until: str = ""
 
 
@@ -37,7 +38,7 @@ JOB = """
         with open(run.folder / "has.jsonl", "a") as file:
             file.write(json.dumps(has) + "\\n")
         for epoch in state.epochs(100_000):
-            run.report(epoch, score=config.x)
+            run.report(epoch, score=config.x + config.seed)
             if Path(config.until).exists():
                 break
             time.sleep(0.1)
@@ -50,7 +51,7 @@ def test_requeued_worker_continues_all_of_its_trials(project: Project, cluster: 
     until = project.folder / "until"
     sweep = {"study": "study", "job": "job.py", "metric": "score", "space": {"x": {"int": [1, 4]}}, "sampler": "grid",
              "trials_per_worker": 4, "resources": {"gpus-per-node": 2, "cpus-per-task": 4},
-             "fixed": {"until": str(until)}}  # fmt: skip
+             "fixed": {"until": str(until)}, "confirm": {"top": 2, "seeds": 2}}  # fmt: skip
     project.write("sweep.yaml", yaml.safe_dump(sweep))
     done = project.call("sweep", "sweep.yaml")
     assert done.returncode == 0, done.stderr
@@ -75,5 +76,7 @@ def test_requeued_worker_continues_all_of_its_trials(project: Project, cluster: 
         assert [len(cores) for cores, *_ in found] == [1] * 4
         assert sorted(gpus for _, _, gpus, *_ in found) == ["0", "0", "1", "1"]
         assert {(threads, share) for _, threads, _, share, _ in found} == {(1, "0.5")}
+    confirmed = project.json("best", "study")["confirmation"]["trials"]
+    assert [(each["number"], each["mean"]) for each in confirmed] == [(3, 5.5), (2, 4.5)]
     assert all(progress == 0 for *_, progress in first)
     assert all(progress > 0 for *_, progress in again)

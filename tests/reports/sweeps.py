@@ -20,7 +20,7 @@ from mgpu_slurm.sweeps.hparams import End
 from mgpu_slurm.sweeps.search import sweep_file
 from mgpu_slurm.sweeps.search.parameters import Values
 from mgpu_slurm.sweeps.search.space import Space
-from mgpu_slurm.sweeps.search.sweep_file import Sweep
+from mgpu_slurm.sweeps.search.sweep import Sweep
 from mgpu_slurm.sweeps.study import trial_queue as studies
 from mgpu_slurm.sweeps.study.claims import Worker
 from tests.metrics.event_files import ended_run

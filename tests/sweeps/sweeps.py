@@ -14,11 +14,11 @@ from mgpu_slurm.request import config as configs
 from mgpu_slurm.request.spec import Resources, Spec, Target
 from mgpu_slurm.run_folder import records
 from mgpu_slurm.run_folder.layout import RunFolder
+from mgpu_slurm.sweeps.client.messages import Assignment, Leave
+from mgpu_slurm.sweeps.client.study_client import StudyClient
 from mgpu_slurm.sweeps.search import sweep_file
-from mgpu_slurm.sweeps.search.sweep_file import Sweep
+from mgpu_slurm.sweeps.search.sweep import Sweep
 from mgpu_slurm.sweeps.study import trial_queue as studies
-from mgpu_slurm.sweeps.worker.messages import Assignment, Leave
-from mgpu_slurm.sweeps.worker.study_client import StudyClient
 
 VALUES: dict[str, Any] = {
     "study": "s",

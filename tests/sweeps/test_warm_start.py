@@ -20,7 +20,7 @@ from mgpu_slurm.sweeps import optuna_adapter, warm_start
 from mgpu_slurm.sweeps.scheduling.observations import COPY_OF
 from mgpu_slurm.sweeps.search import sweep_file
 from mgpu_slurm.sweeps.search.space import Space
-from mgpu_slurm.sweeps.search.sweep_file import Sweep
+from mgpu_slurm.sweeps.search.sweep import Sweep
 from mgpu_slurm.sweeps.study import summary
 from mgpu_slurm.sweeps.study import trial_queue as studies
 from mgpu_slurm.sweeps.study.claims import Worker

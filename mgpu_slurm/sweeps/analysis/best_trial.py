@@ -8,7 +8,7 @@ import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mgpu_slurm.core.errors import UserError
 from mgpu_slurm.core.formatting import counted, program, short_path
@@ -20,7 +20,10 @@ from mgpu_slurm.run_folder.layout import RunFolder
 from mgpu_slurm.run_folder.sweep_records import TRIAL_WORDS, SchedulePart, SweepSummary, TrialSummary
 from mgpu_slurm.sweeps.search import sweep_file, trial_command
 from mgpu_slurm.sweeps.search.parameters import Values
-from mgpu_slurm.sweeps.search.sweep_file import Sweep
+from mgpu_slurm.sweeps.search.sweep import Sweep
+
+if TYPE_CHECKING:
+    from mgpu_slurm.sweeps.analysis.confirmed import Confirmation
 
 
 @dataclass(frozen=True)
@@ -149,6 +152,16 @@ def best(folder: RunFolder, number: int | None = None) -> Best:
     )
 
 
+def confirmation(folder: RunFolder) -> Confirmation | None:
+    """Return the confirmation of a sweep's best trials; None if there is none."""
+    if not sweep_state.is_sweep(folder) or sweep_file.load(folder.sweep).confirm is None:
+        return None
+    # Optuna takes a second to import
+    from mgpu_slurm.sweeps.analysis import confirmed
+
+    return confirmed.confirmed(folder)
+
+
 def _summary(folder: RunFolder) -> SweepSummary:
     if not sweep_state.is_sweep(folder):
         raise UserError(f"{folder.run} is not a sweep: name a study, see `{program()} status`")
@@ -187,7 +200,9 @@ def _state(trial: TrialSummary, sweep: Sweep) -> str:
 
 def _command(folder: RunFolder, sweep: Sweep, trial: RunFolder, config: Config) -> str:
     spec = read_spec(folder)
-    resources = sweep.flags if sweep.seeds == 1 else {"seeds": sweep.seeds} | sweep.flags
+    # the seeds of a command count up from 0
+    with_seeds = sweep.seeds > 1 and not (sweep.command and sweep.seed_values[0])
+    resources = {"seeds": sweep.seeds} | sweep.flags if with_seeds else sweep.flags
     # the local cluster is the default
     if spec.cluster not in (None, "local"):
         resources = {"cluster": spec.cluster} | resources
@@ -203,7 +218,7 @@ def _command(folder: RunFolder, sweep: Sweep, trial: RunFolder, config: Config) 
         interpreter = os.path.abspath(interpreter) if "/" in interpreter else interpreter
         start, config_file = f"cd {shlex.quote(str(place))} && {interpreter} {rest}", str(trial.config)
     if sweep.command:
-        seed: Values = {"seed": SEED_PLACE} if sweep.seeds > 1 else {}
+        seed: Values = {"seed": SEED_PLACE} if with_seeds else {}
         return f"{start} {flags}-- {shlex.join(trial_command.words_of(sweep.command, config | seed))}"
     return f"{start} {shlex.quote(spec.target.label)} {flags}--config {shlex.quote(config_file)}"
 

@@ -13,7 +13,7 @@ from mgpu_slurm.sweeps.scheduling.construction import scheduler_of
 from mgpu_slurm.sweeps.scheduling.halving import HEDGE_EVERY, Promotion
 from mgpu_slurm.sweeps.search.parameters import Float, Int, Parameter
 from mgpu_slurm.sweeps.search.space import Space
-from mgpu_slurm.sweeps.search.sweep_file import Sweep
+from mgpu_slurm.sweeps.search.sweep import Sweep
 from mgpu_slurm.sweeps.study import summary
 from mgpu_slurm.sweeps.study.snapshots import Snapshots
 

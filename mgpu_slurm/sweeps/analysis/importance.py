@@ -14,7 +14,7 @@ from optuna.trial import FrozenTrial, TrialState, create_trial
 from mgpu_slurm.core.errors import UserError
 from mgpu_slurm.sweeps.scheduling.judged_values import is_feasible, value_of
 from mgpu_slurm.sweeps.scheduling.observations import Observations
-from mgpu_slurm.sweeps.search.sweep_file import Sweep
+from mgpu_slurm.sweeps.search.sweep import Sweep
 from mgpu_slurm.sweeps.study import summary
 
 ENOUGH = 30

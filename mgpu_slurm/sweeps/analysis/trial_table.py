@@ -15,7 +15,7 @@ from optuna.trial import FrozenTrial
 from mgpu_slurm.run_folder import records
 from mgpu_slurm.run_folder.layout import RunFolder
 from mgpu_slurm.sweeps.search.parameters import Values
-from mgpu_slurm.sweeps.search.sweep_file import Sweep
+from mgpu_slurm.sweeps.search.sweep import Sweep
 from mgpu_slurm.sweeps.study import claims as claiming
 from mgpu_slurm.sweeps.study import summary
 from mgpu_slurm.sweeps.study.snapshots import own_values_at

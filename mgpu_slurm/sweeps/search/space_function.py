@@ -27,7 +27,7 @@ from mgpu_slurm.sweeps import optuna_adapter
 from mgpu_slurm.sweeps.search import sweep_file, trial_command
 from mgpu_slurm.sweeps.search.parameters import Values
 from mgpu_slurm.sweeps.search.space import nested
-from mgpu_slurm.sweeps.search.sweep_file import Sweep
+from mgpu_slurm.sweeps.search.sweep import Sweep
 
 DRAWS = 8
 """Number of random trials drawn to check the function."""

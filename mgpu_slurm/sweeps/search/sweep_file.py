@@ -13,13 +13,15 @@ from pathlib import Path
 from mgpu_slurm.core.errors import UserError, nearest
 from mgpu_slurm.request import config as configs
 from mgpu_slurm.request.config import Config
-from mgpu_slurm.request.parallelism import DEFAULT_PARALLELISM, Parallelism, Precision, Strategy
-from mgpu_slurm.request.spec import Flags, Resources, Spec, check_run_name, resources_from
+from mgpu_slurm.request.parallelism import Parallelism, Precision, Strategy
+from mgpu_slurm.request.spec import Flags, Spec, check_run_name, resources_from
+from mgpu_slurm.run_folder.sweep_records import confirmation_of
 from mgpu_slurm.sweeps.search import space_parser
-from mgpu_slurm.sweeps.search.goals import Constraint, Direction, Objective, constraints_of, objectives_of
+from mgpu_slurm.sweeps.search.goals import Direction, constraints_of, objectives_of
 from mgpu_slurm.sweeps.search.parameters import Values
 from mgpu_slurm.sweeps.search.space import Space
-from mgpu_slurm.sweeps.search.sweep_options import Budget, Pruner, Sampler
+from mgpu_slurm.sweeps.search.sweep import Sweep
+from mgpu_slurm.sweeps.search.sweep_options import Budget, Confirm, Pruner, Sampler
 from mgpu_slurm.sweeps.search.trial_command import check_takes, parse_command, places_in
 
 _SAMPLERS_WITH_PAUSES = ("tpe", "random", "grid")
@@ -29,123 +31,6 @@ _SAMPLERS_FOR_SEVERAL = ("tpe", "random", "grid", "gp")
 _DATABASE = re.compile(r"(postgresql|mysql|mariadb)(\+\w+)?://")
 _VARIABLE = re.compile(r"\$\{\w+\}")
 _PASSWORD_OPTION = re.compile(r"[?&](?:password|passwd)=([^&]*)")
-
-
-@dataclass(frozen=True)
-class Sweep:
-    """A sweep file, checked as far as possible without the job's code."""
-
-    study: str
-    job: str | None
-    """The job function, as passed to `submit`; None if the job is a command."""
-    command: tuple[str, ...]
-    """Words of the command, with `{lr}` for a parameter; empty if the job is a function."""
-    objectives: tuple[Objective, ...]
-    """The metrics to maximize or minimize; trials are pruned by the first."""
-    constraints: tuple[Constraint, ...]
-    """Bounds on metrics: a trial that violates one counts as worst."""
-    sampler: Sampler
-    pruner: Pruner
-    trials: int | None
-    """None for as many as the budget allows, or for all points of a grid."""
-    workers: int
-    trials_per_worker: int
-    """How many trials a worker trains at the same time."""
-    budget: Budget
-    resources: Resources
-    """Resources of one worker."""
-    flags: Flags
-    """The resources that the file names."""
-    fixed: Values
-    """Values of the job's config shared by all trials, by name."""
-    space: Space | str
-    """The space, or the function that chooses the values: `module:function`, called with the trial."""
-    storage: str | None
-    """URL of a database, with `${VARIABLE}` not expanded; None for the study's own journal."""
-    max_retries: int
-    """How often a trial is resumed after its worker has died."""
-    stuck_after: float = Spec.stuck_after
-    """Minutes without progress after which a worker's ranks and its trial are stopped."""
-    parallelism: Parallelism = DEFAULT_PARALLELISM
-    """How the ranks of a worker share the model of a trial."""
-    stage: tuple[str, ...] = ()
-    """Data sets to copy to the disk of each node."""
-    seeds: int = 1
-    """With how many seeds each trial is trained; its values are their means."""
-    enqueue: tuple[Values, ...] = ()
-    """Points known to be good: the values of the first trials."""
-    warm_start: str | None = None
-    """An earlier study whose trials the sampler knows from the start."""
-
-    @property
-    def metric(self) -> str:
-        """The metric by which trials are pruned: the first one."""
-        return self.objectives[0].metric
-
-    @property
-    def direction(self) -> Direction:
-        return self.objectives[0].direction
-
-    def lines(self) -> list[str]:
-        """Return a summary of the sweep for people."""
-        space = self.space.lines() if isinstance(self.space, Space) else [f"by {self.space}"]
-        trials = "as many as the budget allows" if self.trials is None else str(self.trials)
-        if self.pruner.name == "pbt":
-            trials = f"{self.pruner.population}, and copies of them"
-        if self.sampler.name == "grid" and isinstance(self.space, Space) and len(self.space.grid()) != self.trials:
-            trials += f" of the grid's {len(self.space.grid())} points"
-        return [
-            *_under("space", space),
-            *_under("metric" if len(self.objectives) == 1 else "metrics", list(map(str, self.objectives))),
-            *([f"require   {', '.join(map(str, self.constraints))}"] if self.constraints else []),
-            f"sampler   {self.sampler.words}",
-            f"pruner    {self.pruner.words}",
-            *self._too_few(),
-            f"trials    {trials}{f', {len(self.enqueue)} of them enqueued' if self.enqueue else ''}",
-            *([f"knows     the trials of study {self.warm_start}"] if self.warm_start else []),
-            *([f"seeds     {', '.join(map(str, self.seed_values))} for each trial"] if self.seeds > 1 else []),
-            f"workers   {self.workers}{self._shared_words()}",
-            *([f"budget    {words}"] if (words := self.budget.words(self.metric)) else []),
-        ]
-
-    @property
-    def seed_values(self) -> range:
-        """The seeds of a trial: they count up from that in `fixed`."""
-        first = self.fixed.get("seed", 0)
-        assert isinstance(first, int)
-        return range(first, first + self.seeds)
-
-    def workers_for(self, trials: int | None) -> int:
-        """Return how many workers so many trials occupy, at most all of them.
-
-        Args:
-            trials: None for as many as the budget allows.
-        """
-        return self.workers if trials is None else min(self.workers, -(-trials // self.trials_per_worker))
-
-    @property
-    def most_at_once(self) -> int | None:
-        """How many trials may run at the same time; None without a limit."""
-        return self.pruner.population if self.pruner.name == "pbt" else self.trials
-
-    def _shared_words(self) -> str:
-        return f", each with {self.trials_per_worker} trials at the same time" if self.trials_per_worker > 1 else ""
-
-    def _too_few(self) -> list[str]:
-        """Return a warning if no trial may become complete by its rank."""
-        rungs, factor = self.pruner.rungs, self.pruner.reduction_factor
-        needed = factor ** (len(rungs) - 1)
-        # without pauses, the first trials are trained to the end
-        if self.pruner.name != "asha" or not self.pruner.pause or self.trials is None or self.trials >= needed:
-            return []
-        return [
-            f"warning   {self.trials} trials are too few for {len(rungs)} rungs, where one of {needed} is trained to"
-            " the end: raise trials, or set budget.gpu_hours instead"
-        ]
-
-
-def _under(title: str, lines: list[str]) -> list[str]:
-    return [f"{title if not place else '':<9} {line}" for place, line in enumerate(lines)]
 
 
 @dataclass(frozen=True)
@@ -178,6 +63,7 @@ class _Keys:
     compile: bool | None = None
     stage: tuple[str, ...] = ()
     seeds: int = 1
+    confirm: Confirm | None = None
     enqueue: list[Values] = field(default_factory=list)
     warm_start: str | None = None
 
@@ -263,11 +149,16 @@ def _checked(keys: _Keys, source: str) -> Sweep:
         parallelism=Parallelism(keys.strategy, keys.shard, keys.tensor, keys.pipeline, keys.precision, keys.compile),
         stage=keys.stage,
         seeds=keys.seeds,
+        confirm=keys.confirm,
         enqueue=tuple(keys.enqueue),
         warm_start=keys.warm_start,
     )
     if made.seeds > 1:
-        _check_seeds(made)
+        _check_pruner_for_seeds(made)
+    if made.sets_seeds:
+        _check_seed_values(made)
+    if made.confirm is not None:
+        _check_confirm(made)
     _check_names(made)
     _check_points(made)
     if made.pruner.name == "pbt":
@@ -330,7 +221,7 @@ def _one_task(flags: Flags, trials_per_worker: int) -> Flags:
 def _check_names(made: Sweep) -> None:
     """Check that parameters reach the job, and that each is given only once."""
     known = [parameter.name for parameter in made.space.parameters] if isinstance(made.space, Space) else None
-    given = [*made.fixed] + (["seed"] if made.seeds > 1 and "seed" not in made.fixed else [])
+    given = [*made.fixed] + (["seed"] if made.sets_seeds and "seed" not in made.fixed else [])
     for name in known or ():
         if name in made.fixed:
             raise UserError(f"fixed {name}: it is also a parameter of the space: remove one of them")
@@ -342,20 +233,30 @@ def _check_names(made: Sweep) -> None:
     check_takes(made.command, [*(known or ()), *given])
 
 
-def _check_seeds(made: Sweep) -> None:
-    """Check a sweep whose trials are trained with several seeds."""
+def _check_pruner_for_seeds(made: Sweep) -> None:
     if made.pruner.name not in _PRUNERS_FOR_SEEDS:
         raise UserError(
             f"seeds {made.seeds}: pruner {made.pruner.name} does not compare trials at rungs: choose"
             f" {', '.join(_PRUNERS_FOR_SEEDS)}, or remove seeds"
         )
+
+
+def _check_seed_values(made: Sweep) -> None:
     first = made.fixed.get("seed", 0)
     if not isinstance(first, int) or isinstance(first, bool):
         raise UserError(f"fixed seed {first!r}: the seeds count up from it: write an integer")
-    if made.command and first != 0:
-        raise UserError(f"fixed seed {first}: the seeds of a command count up from 0: remove it")
     if isinstance(made.space, Space) and any(each.name == "seed" for each in made.space.parameters):
-        raise UserError("space: seed is not a parameter if `seeds` is set: remove one of them")
+        raise UserError(
+            f"space: seed is not a parameter if `{'seeds' if made.seeds > 1 else 'confirm'}` is set: remove one of them"
+        )
+
+
+def _check_confirm(made: Sweep) -> None:
+    check_run_name(confirmation_of(made.study))
+    if len(made.objectives) > 1:
+        raise UserError("confirm: it compares trials by one metric, not by several: remove one of them")
+    if made.pruner.name == "pbt":
+        raise UserError("confirm: trials of pbt change their values while they are trained: remove one of them")
 
 
 def _check_population(made: Sweep) -> None:

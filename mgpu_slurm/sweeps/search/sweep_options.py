@@ -187,3 +187,18 @@ class Budget:
             f"until {self.patience} trials bring no improvement" if self.patience is not None else "",
         ]
         return ", ".join(filter(None, told))
+
+
+@dataclass(frozen=True)
+class Confirm:
+    """How the best trials are trained again with other seeds, when the sweep is over."""
+
+    top: int = 5
+    """Number of trials."""
+    seeds: int = 5
+    """Number of seeds for each."""
+
+    def __post_init__(self) -> None:
+        for name, number, least in (("top", self.top, 1), ("seeds", self.seeds, 2)):
+            if number < least:
+                raise UserError(f"confirm: {name} {number}: expected at least {least}")

@@ -22,7 +22,7 @@ from mgpu_slurm.core.formatting import counted, program, short_path
 from mgpu_slurm.registry import sweep_state
 from mgpu_slurm.run_folder.layout import RunFolder
 from mgpu_slurm.sweeps.search import sweep_file
-from mgpu_slurm.sweeps.search.sweep_file import Sweep
+from mgpu_slurm.sweeps.search.sweep import Sweep
 from mgpu_slurm.sweeps.study import journal_lines
 from mgpu_slurm.sweeps.study.journal_lines import CREATE_STUDY, CREATE_TRIAL, Record
 

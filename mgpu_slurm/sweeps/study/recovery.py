@@ -19,7 +19,7 @@ from mgpu_slurm.run_folder import records, states
 from mgpu_slurm.run_folder.layout import RunFolder
 from mgpu_slurm.run_folder.record_types import RunState
 from mgpu_slurm.sweeps import hparams, optuna_adapter
-from mgpu_slurm.sweeps.search.sweep_file import Sweep
+from mgpu_slurm.sweeps.search.sweep import Sweep
 from mgpu_slurm.sweeps.study import claims as claiming
 from mgpu_slurm.sweeps.study import outcomes
 

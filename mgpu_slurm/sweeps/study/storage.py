@@ -12,7 +12,7 @@ from sqlalchemy import URL, make_url
 from sqlalchemy.exc import ArgumentError
 
 from mgpu_slurm.core.errors import UserError
-from mgpu_slurm.sweeps.search.sweep_file import Sweep
+from mgpu_slurm.sweeps.search.sweep import Sweep
 from mgpu_slurm.sweeps.study.database import Database, no_study
 from mgpu_slurm.sweeps.study.journal import Journal, JournalFile
 

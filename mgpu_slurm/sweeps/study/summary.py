@@ -22,7 +22,7 @@ from mgpu_slurm.sweeps.scheduling.observations import COPY_OF
 from mgpu_slurm.sweeps.scheduling.rungs import values_at
 from mgpu_slurm.sweeps.search.parameters import Values
 from mgpu_slurm.sweeps.search.space import Space
-from mgpu_slurm.sweeps.search.sweep_file import Sweep
+from mgpu_slurm.sweeps.search.sweep import Sweep
 from mgpu_slurm.sweeps.study import claims as claiming
 from mgpu_slurm.sweeps.study import trial_queue as studies
 from mgpu_slurm.sweeps.study.snapshots import (
@@ -129,6 +129,7 @@ def summarize(study: Study, sweep: Sweep) -> SweepSummary:
         paused=_paused(trials, sweep),
         promotable=promotable(study, sweep, is_over=over is not None),
         furthest=None if best is not None else _furthest(trials, sweep),
+        confirm=0 if sweep.confirm is None else sweep.confirm.top,
         over=over,
         seconds={"complete": _seconds(trials, TrialState.COMPLETE), "pruned": _seconds(trials, TrialState.PRUNED)},
         recent=tuple(described(trial, sweep) for trial in ended[-RECENT:]),
@@ -187,7 +188,7 @@ def described(trial: FrozenTrial, sweep: Sweep) -> TrialSummary:
         value=value if value is None or math.isfinite(value) else None,
         progress=last,
         params=parameters(trial, sweep),
-        seconds=_length(trial),
+        seconds=length(trial),
         reason=trial.system_attrs.get(claiming.REASON, "") or _violated(trial, sweep),
         values=_values(trial, sweep),
         infeasible=not is_feasible(trial),
@@ -233,7 +234,7 @@ def parameters(trial: FrozenTrial, sweep: Sweep) -> Values:
     return sweep.space.restored(trial.params) if isinstance(sweep.space, Space) else dict(trial.params)
 
 
-def _length(trial: FrozenTrial) -> float | None:
+def length(trial: FrozenTrial) -> float | None:
     """Return the seconds for which workers have had the trial; None if it has not ended."""
     if trial.datetime_start is None or trial.datetime_complete is None:
         return None
@@ -246,5 +247,5 @@ def _length(trial: FrozenTrial) -> float | None:
 
 def _seconds(trials: Iterable[FrozenTrial], state: TrialState) -> tuple[int, float]:
     """Return how many trials have ended in this state, and their total seconds."""
-    lengths = [_length(trial) or 0.0 for trial in trials if trial.state == state]
+    lengths = [length(trial) or 0.0 for trial in trials if trial.state == state]
     return len(lengths), sum(lengths)

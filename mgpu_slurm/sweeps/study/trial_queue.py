@@ -34,7 +34,7 @@ from mgpu_slurm.sweeps.scheduling.scheduler import Action, Scheduler
 from mgpu_slurm.sweeps.search.parameters import Values, kept
 from mgpu_slurm.sweeps.search.perturbation import perturbed
 from mgpu_slurm.sweeps.search.space import Space
-from mgpu_slurm.sweeps.search.sweep_file import Sweep
+from mgpu_slurm.sweeps.search.sweep import Sweep
 from mgpu_slurm.sweeps.study.claims import Worker, claim
 from mgpu_slurm.sweeps.study.journal import JournalFile
 from mgpu_slurm.sweeps.study.snapshots import (

@@ -30,8 +30,8 @@ from mgpu_slurm.request.spec import ATTEMPT_VARIABLE, REQUEUE_EXIT_CODE, TERMINA
 from mgpu_slurm.run_folder import failures
 from mgpu_slurm.run_folder.layout import RunFolder
 from mgpu_slurm.run_folder.record_types import Failure
-from mgpu_slurm.sweeps.worker.messages import Assignment, Ending, Leave, WorkerFinished, undisturbed
-from mgpu_slurm.sweeps.worker.study_client import StudyClient
+from mgpu_slurm.sweeps.client.messages import Assignment, Ending, Leave, WorkerFinished, undisturbed
+from mgpu_slurm.sweeps.client.study_client import StudyClient
 
 LOOK_EVERY = 0.2
 """Seconds between two checks in which the ranks exchange the states of their children."""

@@ -22,9 +22,9 @@ from mgpu_slurm.request import target
 from mgpu_slurm.request.spec import REQUEUE_EXIT_CODE
 from mgpu_slurm.run_folder import layout
 from mgpu_slurm.run_folder.layout import RunFolder
+from mgpu_slurm.sweeps.client.messages import Assignment, Ending, Leave, WorkerFinished, undisturbed
+from mgpu_slurm.sweeps.client.study_client import StudyClient
 from mgpu_slurm.sweeps.search.space import nested
-from mgpu_slurm.sweeps.worker.messages import Assignment, Ending, Leave, WorkerFinished, undisturbed
-from mgpu_slurm.sweeps.worker.study_client import StudyClient
 from mgpu_slurm.training import entry
 from mgpu_slurm.training.run import Run
 

@@ -34,8 +34,8 @@ from mgpu_slurm.request.spec import (
 from mgpu_slurm.run_folder import failures, records
 from mgpu_slurm.run_folder.record_types import Failure
 from mgpu_slurm.slurm.commands import THREADS_VARIABLE
+from mgpu_slurm.sweeps.client.left_trials import Predecessor
 from mgpu_slurm.sweeps.study.recovery import Death
-from mgpu_slurm.sweeps.worker.left_trials import Predecessor
 
 LOOK_EVERY = 1.0
 """Seconds between two checks whether a process is stuck."""

@@ -24,11 +24,9 @@ from mgpu_slurm.rank.step_sync import Agreed, Call
 from mgpu_slurm.request import target
 from mgpu_slurm.run_folder.layout import RunFolder
 from mgpu_slurm.run_folder.records import now
-from mgpu_slurm.sweeps.worker import left_trials
-from mgpu_slurm.sweeps.worker.command_trials import CommandTrainer
-from mgpu_slurm.sweeps.worker.function_trials import FAILED_EXIT_CODE, FunctionTrainer
-from mgpu_slurm.sweeps.worker.left_trials import Predecessor
-from mgpu_slurm.sweeps.worker.messages import (
+from mgpu_slurm.sweeps.client import left_trials
+from mgpu_slurm.sweeps.client.left_trials import Predecessor
+from mgpu_slurm.sweeps.client.messages import (
     RAISED_TOGETHER,
     Assignment,
     BrokenWorker,
@@ -39,8 +37,10 @@ from mgpu_slurm.sweeps.worker.messages import (
     from_plain,
     undisturbed,
 )
+from mgpu_slurm.sweeps.client.study_client import StudyClient
+from mgpu_slurm.sweeps.worker.command_trials import CommandTrainer
+from mgpu_slurm.sweeps.worker.function_trials import FAILED_EXIT_CODE, FunctionTrainer
 from mgpu_slurm.sweeps.worker.process_reset import Reset, ResourceUsage, growth, keep_freed_memory
-from mgpu_slurm.sweeps.worker.study_client import StudyClient
 from mgpu_slurm.training import entry
 
 
@@ -140,7 +140,8 @@ class WorkerRank:
         return from_plain(self._told(lambda own: as_plain(own.next(agreed.stop))))
 
     def _train(self, order: Assignment) -> Ending:
-        folder = self._rank.folder.group.of_trial(order.number)
+        sweep = RunFolder(self._rank.folder.group.path.with_name(order.study))
+        folder = sweep.of_trial(order.number)
         folder = folder if order.seed is None else folder.of_seed(order.seed)
         retry.for_the_disk(lambda: folder.logs.mkdir(parents=True, exist_ok=True), folder.logs)
         with self._logging_to(folder.rank_log(order.attempt, self._rank.facts.rank)):

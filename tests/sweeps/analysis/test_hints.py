@@ -13,7 +13,7 @@ from optuna.trial import TrialState, create_trial
 
 from mgpu_slurm.sweeps.analysis.hints import hints, interval_of_correlation, rank_correlation
 from mgpu_slurm.sweeps.search import space_parser, sweep_file
-from mgpu_slurm.sweeps.search.sweep_file import Sweep
+from mgpu_slurm.sweeps.search.sweep import Sweep
 from mgpu_slurm.sweeps.study.snapshots import SECONDS, UNTIL
 from tests.sweeps.sweeps import VALUES
 

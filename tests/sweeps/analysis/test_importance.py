@@ -10,7 +10,7 @@ from optuna.trial import TrialState
 from mgpu_slurm.core.errors import UserError
 from mgpu_slurm.sweeps.analysis.importance import importance
 from mgpu_slurm.sweeps.search import sweep_file
-from mgpu_slurm.sweeps.search.sweep_file import Sweep
+from mgpu_slurm.sweeps.search.sweep import Sweep
 from tests.sweeps.sweeps import VALUES
 
 SPACE = {name: {"float": [0.0, 1.0]} for name in ("much", "little", "none")}

@@ -9,8 +9,8 @@ from pathlib import Path
 from mgpu_slurm.run_folder.layout import RunFolder
 from mgpu_slurm.sweeps.analysis import trial_table
 from mgpu_slurm.sweeps.analysis.trial_table import TrialRow
+from tests.sweeps.client.test_pausing import make_asha, pause
 from tests.sweeps.sweeps import begin, finish, make, study_of, sweep_of, worker
-from tests.sweeps.worker.test_pausing import make_asha, pause
 
 SPACE = {"x": {"float": [0.0, 1.0]}, "sizes": {"choice": [[8], [8, 16]]}, "deep": {"choice": [True]}}
 

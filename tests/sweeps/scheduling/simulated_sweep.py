@@ -12,7 +12,7 @@ from optuna.trial import FrozenTrial, Trial, TrialState
 from mgpu_slurm.sweeps import optuna_adapter
 from mgpu_slurm.sweeps.scheduling.rung_tpe import RungTpe
 from mgpu_slurm.sweeps.scheduling.scheduler import Action, Clone, Decision, Scheduler, Snapshot
-from mgpu_slurm.sweeps.search.sweep_file import Sweep
+from mgpu_slurm.sweeps.search.sweep import Sweep
 from mgpu_slurm.sweeps.study import claims as claiming
 from mgpu_slurm.sweeps.study import trial_queue as studies
 from mgpu_slurm.sweeps.study.claims import Worker

@@ -28,7 +28,7 @@ from mgpu_slurm.sweeps.scheduling.scheduler import (
     Snapshot,
 )
 from mgpu_slurm.sweeps.search import sweep_file
-from mgpu_slurm.sweeps.search.sweep_file import Sweep
+from mgpu_slurm.sweeps.search.sweep import Sweep
 from mgpu_slurm.sweeps.search.sweep_options import Pruner
 from mgpu_slurm.sweeps.study.snapshots import Snapshots
 from tests.sweeps.scheduling.simulated_sweep import SimulatedSweep

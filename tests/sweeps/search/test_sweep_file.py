@@ -13,7 +13,7 @@ from mgpu_slurm.request.config import merge, parse_overrides, parse_yaml, read_y
 from mgpu_slurm.request.spec import Resources
 from mgpu_slurm.sweeps.search import sweep_file, trial_command
 from mgpu_slurm.sweeps.search.space import Space
-from mgpu_slurm.sweeps.search.sweep_file import Sweep
+from mgpu_slurm.sweeps.search.sweep import Sweep
 from mgpu_slurm.sweeps.search.sweep_options import Budget, Pruner, Sampler
 
 FILE = "sweep.yaml"
@@ -173,9 +173,19 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         "space: seed is not a parameter if `seeds` is set",
     ),
     "seed that is no number": (change(seeds=2, fixed={"seed": "a"}), "fixed seed 'a': the seeds count up from it"),
-    "command with another first seed": (
-        change(seeds=2, fixed={"seed": 7}, job={"command": "python t.py {lr} {seed}"}),
-        "fixed seed 7: the seeds of a command count up from 0: remove it",
+    "confirmation with one seed": (change(confirm={"seeds": 1}), "confirm: seeds 1: expected at least 2"),
+    "confirmation of no trial": (change(confirm={"top": 0}), "confirm: top 0: expected at least 1"),
+    "confirmation by a command without the seed": (
+        change(confirm={}, job={"command": "python t.py {lr}"}, space={"lr": {"float": [0, 1]}}),
+        "seed: the command does not take it: write {seed} where it belongs",
+    ),
+    "confirmation of a population": (
+        change(confirm={}, pruner=PBT, trials=None),
+        "confirm: trials of pbt change their values while they are trained",
+    ),
+    "confirmation by several metrics": (
+        {"values": without("metric")["values"] | {"confirm": {}, "metrics": {"loss": "minimize", "size": "minimize"}}},
+        "confirm: it compares trials by one metric",
     ),
     "command without the seed": (
         change(seeds=2, job={"command": "python t.py {lr}"}, space={"lr": {"float": [0, 1]}}),

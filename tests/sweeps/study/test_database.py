@@ -20,7 +20,7 @@ from optuna.trial import Trial, TrialState
 
 from mgpu_slurm.core import retry
 from mgpu_slurm.core.errors import ClusterError, UserError
-from mgpu_slurm.sweeps.search.sweep_file import Sweep
+from mgpu_slurm.sweeps.search.sweep import Sweep
 from mgpu_slurm.sweeps.study import claims as claiming
 from mgpu_slurm.sweeps.study import database
 from mgpu_slurm.sweeps.study import trial_queue as studies

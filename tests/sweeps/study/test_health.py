@@ -17,13 +17,13 @@ from mgpu_slurm.request.spec import TERMINATED_EXIT_CODE
 from mgpu_slurm.run_folder import records
 from mgpu_slurm.run_folder.layout import RunFolder
 from mgpu_slurm.run_folder.record_types import RunState
+from mgpu_slurm.sweeps.client import study_client
+from mgpu_slurm.sweeps.client.messages import Assignment, BrokenWorker, Leave, SweepFailed
+from mgpu_slurm.sweeps.client.paused_trials import WORSE
+from mgpu_slurm.sweeps.client.study_client import StudyClient
 from mgpu_slurm.sweeps.scheduling import samplers
 from mgpu_slurm.sweeps.study import trial_queue as studies
 from mgpu_slurm.sweeps.study.health import FIRST_FAILURES
-from mgpu_slurm.sweeps.worker import study_client
-from mgpu_slurm.sweeps.worker.messages import Assignment, BrokenWorker, Leave, SweepFailed
-from mgpu_slurm.sweeps.worker.paused_trials import WORSE
-from mgpu_slurm.sweeps.worker.study_client import StudyClient
 from tests.sweeps.sweeps import begin, finish, kill, leave, make, states, study_of, worker
 
 

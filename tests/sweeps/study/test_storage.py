@@ -20,7 +20,7 @@ from mgpu_slurm.sweeps.scheduling import construction
 from mgpu_slurm.sweeps.scheduling.scheduler import Decision
 from mgpu_slurm.sweeps.search import sweep_file
 from mgpu_slurm.sweeps.search.space import Space
-from mgpu_slurm.sweeps.search.sweep_file import Sweep
+from mgpu_slurm.sweeps.search.sweep import Sweep
 from mgpu_slurm.sweeps.study import claims as claiming
 from mgpu_slurm.sweeps.study import trial_queue as studies
 from mgpu_slurm.sweeps.study.claims import Worker

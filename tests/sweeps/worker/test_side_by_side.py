@@ -8,9 +8,9 @@ import pytest
 
 from mgpu_slurm.rank.signals import Stop
 from mgpu_slurm.run_folder import records
+from mgpu_slurm.sweeps.client.left_trials import Predecessor, take_predecessor
 from mgpu_slurm.sweeps.study import claims as claiming
 from mgpu_slurm.sweeps.study.recovery import Death
-from mgpu_slurm.sweeps.worker.left_trials import Predecessor, take_predecessor
 from mgpu_slurm.sweeps.worker.side_by_side import share_of_cores, variables
 from tests.sweeps.sweeps import begin, leave, make, study_of, worker
 

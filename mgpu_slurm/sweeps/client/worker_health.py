@@ -14,13 +14,13 @@ from mgpu_slurm.registry import lookup
 from mgpu_slurm.run_folder import records, states
 from mgpu_slurm.run_folder.layout import RunFolder
 from mgpu_slurm.run_folder.record_types import Event
+from mgpu_slurm.sweeps.client.messages import BrokenWorker, SweepFailed
+from mgpu_slurm.sweeps.client.sweep_end import end_sweep
+from mgpu_slurm.sweeps.client.worker_study import WorkerStudy
 from mgpu_slurm.sweeps.scheduling import samplers
 from mgpu_slurm.sweeps.study import health, summary
 from mgpu_slurm.sweeps.study import trial_queue as studies
 from mgpu_slurm.sweeps.study.health import Place
-from mgpu_slurm.sweeps.worker.messages import BrokenWorker, SweepFailed
-from mgpu_slurm.sweeps.worker.sweep_end import end_sweep
-from mgpu_slurm.sweeps.worker.worker_study import WorkerStudy
 
 LONGEST_WAIT = 600.0
 """Seconds for which a worker whose trials fail waits for results of others before it tries another trial."""

@@ -11,7 +11,7 @@ import numpy as np
 from mgpu_slurm.sweeps.search.parameters import Values
 
 if TYPE_CHECKING:
-    from mgpu_slurm.sweeps.worker.study_client import StudyClient
+    from mgpu_slurm.sweeps.client.study_client import StudyClient
 
 T = TypeVar("T")
 
@@ -23,6 +23,8 @@ class Assignment:
     number: int
     attempt: int
     """Number of the attempt, from 1, over all workers."""
+    study: str
+    """The study: that of the worker's sweep, or its confirmation."""
     values: Values
     """Values of the parameters by name, without inactive ones."""
     words: tuple[str, ...] = ()

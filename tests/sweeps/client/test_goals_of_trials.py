@@ -14,12 +14,12 @@ from mgpu_slurm.run_folder.layout import RunFolder
 from mgpu_slurm.sweeps import hparams
 from mgpu_slurm.sweeps.analysis import best_trial, trial_table
 from mgpu_slurm.sweeps.analysis.importance import importance
+from mgpu_slurm.sweeps.client import sweep_end
+from mgpu_slurm.sweeps.client.paused_trials import WORSE
+from mgpu_slurm.sweeps.client.study_client import StudyClient
 from mgpu_slurm.sweeps.study import summary
-from mgpu_slurm.sweeps.worker import sweep_end
-from mgpu_slurm.sweeps.worker.paused_trials import WORSE
-from mgpu_slurm.sweeps.worker.study_client import StudyClient
+from tests.sweeps.client.test_pausing import ASHA, save
 from tests.sweeps.sweeps import begin, finish, leave, make, states, study_of, sweep_of, worker
-from tests.sweeps.worker.test_pausing import ASHA, save
 
 METRICS = {"score": "maximize", "size": "minimize"}
 

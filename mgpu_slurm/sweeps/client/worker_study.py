@@ -18,7 +18,7 @@ from mgpu_slurm.run_folder.layout import RunFolder
 from mgpu_slurm.sweeps.scheduling.construction import scheduler_of
 from mgpu_slurm.sweeps.scheduling.scheduler import Snapshot
 from mgpu_slurm.sweeps.search import sweep_file
-from mgpu_slurm.sweeps.search.sweep_file import Sweep
+from mgpu_slurm.sweeps.search.sweep import Sweep
 from mgpu_slurm.sweeps.study import recovery, summary
 from mgpu_slurm.sweeps.study import trial_queue as studies
 from mgpu_slurm.sweeps.study.claims import Worker, claims
@@ -77,6 +77,12 @@ class WorkerStudy:
         """Return whether another process of this worker trains a trial, while this one has none."""
         return bool(self.worker.process) and any(
             trial.state == TrialState.RUNNING and self.had(trial) for trial in self.trials()
+        )
+
+    def is_busy(self) -> bool:
+        """Return whether a trial is trained, or waits for a worker to continue it."""
+        return any(
+            trial.state == TrialState.RUNNING or studies.was_given_back(trial, self.sweep) for trial in self.trials()
         )
 
     def snapshot(self) -> Snapshot:

@@ -14,9 +14,9 @@ from mgpu_slurm.rank.signals import Stop
 from mgpu_slurm.run_folder import records
 from mgpu_slurm.run_folder.layout import RunFolder
 from mgpu_slurm.sweeps import optuna_adapter
+from mgpu_slurm.sweeps.client.messages import Assignment, Leave, Superseded
+from mgpu_slurm.sweeps.client.study_client import StudyClient
 from mgpu_slurm.sweeps.study.snapshots import UNTIL, until_of
-from mgpu_slurm.sweeps.worker.messages import Assignment, Leave, Superseded
-from mgpu_slurm.sweeps.worker.study_client import StudyClient
 from tests.sweeps.sweeps import begin, kill, make, states, study_of, worker
 
 ASHA = {"name": "asha", "min_resource": 1, "max_resource": 9, "reduction_factor": 3}

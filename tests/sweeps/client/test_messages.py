@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from mgpu_slurm.rank import codec
-from mgpu_slurm.sweeps.worker.messages import Assignment, Leave, as_plain, from_plain
+from mgpu_slurm.sweeps.client.messages import Assignment, Leave, as_plain, from_plain
 
 
 @pytest.mark.parametrize(
@@ -14,7 +14,9 @@ from mgpu_slurm.sweeps.worker.messages import Assignment, Leave, as_plain, from_
     [
         None,
         Leave(75, "the time limit is near"),
-        Assignment(3, 2, {"lr": 0.1, "size": 2**70, "layers": [8, {1: None}], "rate": np.float64(1e-3)}, ("a", "b c")),
+        Assignment(
+            3, 2, "study", {"lr": 0.1, "size": 2**70, "layers": [8, {1: None}], "rate": np.float64(1e-3)}, ("a", "b c")
+        ),
     ],
 )
 def test_order_round_trips_through_the_rank_codec(order: Assignment | Leave | None) -> None:

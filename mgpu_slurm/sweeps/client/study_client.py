@@ -5,7 +5,6 @@ Only rank 0 has a client, and it broadcasts the results to the other ranks.
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable
 from functools import cached_property
@@ -14,7 +13,6 @@ from typing import Any
 from optuna.exceptions import TrialPruned
 from optuna.trial import FrozenTrial, Trial, TrialState
 
-from mgpu_slurm.core.errors import nearest
 from mgpu_slurm.core.files import locked, write_whole
 from mgpu_slurm.core.formatting import first_line
 from mgpu_slurm.metrics.report_socket import CONTINUE, Verdict
@@ -24,19 +22,20 @@ from mgpu_slurm.request.spec import REQUEUE_EXIT_CODE, TERMINATED_EXIT_CODE, Spe
 from mgpu_slurm.run_folder import records
 from mgpu_slurm.run_folder.layout import RunFolder
 from mgpu_slurm.sweeps import hparams
+from mgpu_slurm.sweeps.client import copies, paused_trials, sweep_end
+from mgpu_slurm.sweeps.client.final_values import final_values, missing
+from mgpu_slurm.sweeps.client.left_trials import Predecessor
+from mgpu_slurm.sweeps.client.messages import Assignment, Leave
+from mgpu_slurm.sweeps.client.open_study import OpenStudy
+from mgpu_slurm.sweeps.client.trial import WorkerTrial
+from mgpu_slurm.sweeps.client.worker_health import WorkerHealth
+from mgpu_slurm.sweeps.client.worker_study import WorkerStudy
 from mgpu_slurm.sweeps.search import space_function, trial_command
 from mgpu_slurm.sweeps.search.parameters import Values, words_of
 from mgpu_slurm.sweeps.search.space import Space
-from mgpu_slurm.sweeps.search.sweep_file import Sweep
+from mgpu_slurm.sweeps.search.sweep import Sweep
 from mgpu_slurm.sweeps.study import outcomes
 from mgpu_slurm.sweeps.study import trial_queue as studies
-from mgpu_slurm.sweeps.worker import copies, left_trials, paused_trials, sweep_end
-from mgpu_slurm.sweeps.worker.left_trials import Predecessor
-from mgpu_slurm.sweeps.worker.messages import Assignment, Leave
-from mgpu_slurm.sweeps.worker.sweep_end import SweepEnd
-from mgpu_slurm.sweeps.worker.trial import WorkerTrial
-from mgpu_slurm.sweeps.worker.worker_health import WorkerHealth
-from mgpu_slurm.sweeps.worker.worker_study import WorkerStudy
 
 PAUSE = 1.0
 """Seconds between two messages to the ranks while the worker waits for results of other workers."""
@@ -54,14 +53,10 @@ class StudyClient:
             folder: the folder of the worker.
             process: that of a worker with several, from 1; 0 for others.
         """
-        self._folder = folder
-        self._sweep_folder = folder.group
         self._spec = spec
-        self._shared = WorkerStudy(folder, attempt, process)
-        self._worker = self._shared.worker
-        self._study = self._shared.study
-        self._health = WorkerHealth(self._shared)
-        self._sweep_end = SweepEnd(self._shared, spec.resources.gpus)
+        self._open = OpenStudy(folder, attempt, process, spec.resources.gpus)
+        self._polls = False
+        """Whether nothing could be decided at the last call of `next`."""
         self._trial: WorkerTrial | None = None
         self._values: Values = {}
         """The values of that trial."""
@@ -69,6 +64,14 @@ class StudyClient:
         """The seed with which it is trained now, if it has several."""
         self._begun = 0
         """Number of trials begun here."""
+
+    @property
+    def _shared(self) -> WorkerStudy:
+        return self._open.shared
+
+    @property
+    def _health(self) -> WorkerHealth:
+        return self._open.health
 
     @property
     def _sweep(self) -> Sweep:
@@ -93,7 +96,7 @@ class StudyClient:
             return order
         while True:
             self._shared.reread_sweep()
-            over = self._sweep_end.why_over()
+            over = self._open.end.why_over()
             has_failed = over is not None and over.failed
             if over is None and self._health.waits_for_news():
                 time.sleep(PAUSE)
@@ -101,12 +104,15 @@ class StudyClient:
             # trials that were begun are finished
             trial = None if has_failed else self._take(is_over=over is not None)
             if trial is None:
-                if not has_failed and self._shared.others_train():
-                    # they may pause or lose a trial that this process can continue
+                before, self._polls = self._polls, not has_failed and self._open.waits()
+                if self._polls:
                     time.sleep(PAUSE)
                     return None
-                over = over or self._sweep_end.when_all_tried()
-                if has_failed or self._leaves():
+                if before:
+                    # look once more for dead workers
+                    continue
+                over = over or self._open.end.when_all_tried()
+                if has_failed or (not self._open.turn() and self._leaves()):
                     self._shared.write_summary()
                     reason = "no trial is left to start" if over is None else over.reason
                     return Leave(int(has_failed), reason)
@@ -118,11 +124,11 @@ class StudyClient:
 
     def _leaves(self) -> bool:
         """Announce that this worker leaves; return False instead if the sweep file has changed."""
-        with locked(self._folder.sweep_lock):
+        with locked(self._open.folder.sweep_lock):
             if self._shared.reread_sweep():
                 return False
             # the number of its trials replaces the metrics of its last trial
-            self._shared.show(leaving=self._worker.attempt, metrics={"trials": float(self.ended)}, **NO_TRIAL)
+            self._shared.show(leaving=self._shared.worker.attempt, metrics={"trials": float(self.ended)}, **NO_TRIAL)
             return True
 
     @property
@@ -132,19 +138,21 @@ class StudyClient:
 
     def _take(self, is_over: bool) -> Trial | None:
         def take() -> Trial | None:
-            lock, snapshots = self._folder.trials_lock, self._shared.snapshots
-            return studies.take(self._study, self._sweep, self._worker, lock, snapshots, is_over, self._set_aside)
+            lock, snapshots = self._open.folder.trials_lock, self._shared.snapshots
+            return studies.take(
+                self._shared.study, self._sweep, self._shared.worker, lock, snapshots, is_over, self._set_aside
+            )
 
         self._shared.recover()
         trial = take()
-        if trial is None:
+        if trial is None and not self._polls:
             # no other worker may be left to check again
             self._shared.recover(at_once=True)
             trial = take()
         return trial
 
     def _set_aside(self, replaced: FrozenTrial, source: FrozenTrial) -> int:
-        of_trial, end = self._sweep_folder.of_trial, self._sweep.pruner.rungs[-1]
+        of_trial, end = self._open.sweep_folder.of_trial, self._sweep.pruner.rungs[-1]
         progress = copies.set_aside(of_trial(source.number), of_trial(replaced.number), end)
         if replaced.state == TrialState.WAITING:
             paused_trials.replace_by_copy(self._shared, replaced, source.number)
@@ -154,16 +162,17 @@ class StudyClient:
         """Return the assignment of a trial; None if its space function rejected or failed it, which ends it."""
         own = self._trial = WorkerTrial(self._shared, trial)
         self._begun += 1
-        self._health.trial_began()
-        own.record("started", worker=self._worker.number, job_id=records.read_state(self._folder).job_id)
-        with studies.synced_once(self._study):
+        self._open.trial_began()
+        own.record("started", worker=self._shared.worker.number, job_id=records.read_state(self._open.folder).job_id)
+        with studies.synced_once(self._shared.study):
             values = self._chosen(trial)
         if values is None:
             return None
         own.record_parameters()
         with hparams.may_fail():
             hparams.write_start(own.folder, self._sweep, values, own.frozen().distributions)
-        self._shared.show(trial=own.number, progress=0, metrics={}, reason="")
+        told = f"of {self._open.confirms}" if self._open.confirms else ""
+        self._shared.show(trial=own.number, progress=0, metrics={}, reason=told)
         again = f", attempt {own.attempt}" if own.attempt > 1 else ""
         print(f"-- trial {own.number}{again}: {words_of(values)}", flush=True)
         self._values = values
@@ -171,12 +180,14 @@ class StudyClient:
 
     def _assigned(self, attempt: int, seed: int | None = None) -> Assignment:
         own = self._running()
-        values = self._values | ({} if seed is None else {"seed": seed})
+        values = self._values
+        if self._sweep.sets_seeds:
+            values = values | {"seed": self._sweep.seed_values[0] if seed is None else seed}
         words = trial_command.words_of(self._sweep.command, self._sweep.fixed | values)
         if words:
             folder = own.folder if seed is None else own.folder.of_seed(seed)
             write_whole(folder.config, configs.dump_yaml(self._sweep.fixed | values), sync=False)
-        return Assignment(own.number, attempt, values, words, seed)
+        return Assignment(own.number, attempt, self._open.sweep_folder.run, values, words, seed)
 
     # -- several seeds
 
@@ -194,7 +205,7 @@ class StudyClient:
         own.metrics = dict(own.seeds.last[seed])
         run.path.mkdir(parents=True, exist_ok=True)
         attempt = records.attempts_started(run) + 1
-        records.settle_event(run, "started", attempt=attempt, worker=self._worker.number)
+        records.settle_event(run, "started", attempt=attempt, worker=self._shared.worker.number)
         print(f"-- trial {own.number}: seed {seed}, attempt {attempt}", flush=True)
         return self._assigned(attempt, seed)
 
@@ -226,7 +237,7 @@ class StudyClient:
     @cached_property
     def _choose(self) -> Callable[[Trial], Values]:
         assert isinstance(self._sweep.space, str)
-        return space_function.load(self._sweep.space, self._folder.code / self._spec.workdir)
+        return space_function.load(self._sweep.space, self._open.folder.code / self._spec.workdir)
 
     def dismiss(self) -> None:
         """Remove workers that would find nothing to do from SLURM's queue."""
@@ -242,8 +253,8 @@ class StudyClient:
         value = metrics.get(self._sweep.metric)
         shown: dict[str, Any] = {"progress": progress, "metrics": metrics}
         if own.last_value is None:
-            missing = _missing(self._sweep.metric, metrics)
-            shown["reason"] = f"the job has not reported {missing} yet" if value is None else ""
+            lacks = missing(self._sweep.metric, metrics)
+            shown["reason"] = f"the job has not reported {lacks} yet" if value is None else ""
         self._shared.show(**shown)
         if self._shared.summary_is_due:
             self._shared.write_summary(at_once=False)
@@ -269,29 +280,20 @@ class StudyClient:
                 reported before then count.
         """
         own = self._running()
-        if list(result) == ["value"] and len(self._sweep.objectives) == 1:
-            # a job function that returns one number returns the metric
-            result = {self._sweep.metric: result["value"]}
-        reported = last_metrics | own.metrics
-        if own.last_value is not None and own.seeds is None:
-            reported[self._sweep.metric] = own.last_value
-        found = reported | result if has_trained else result | reported
-        names = [each.metric for each in self._sweep.objectives]
-        for name in [*names, *own.unknown_constraints(found)]:
-            if name not in found:
-                self.fail(f"the job never reported or returned the metric {_missing(name, found)}")
-                return
-        for name in names:
-            if not math.isfinite(found[name]):
-                self.prune(f"{name} is {found[name]}", progress)
-                return
-        returned = {name: found[name] for name in result}
+        final = final_values(own, self._sweep, result, last_metrics, has_trained)
+        if final.fails:
+            self.fail(final.fails)
+            return
+        if final.prunes:
+            self.prune(final.prunes, progress)
+            return
         if own.seeds is not None:
             own.check_is_mine()
-            own.seeds.complete(self._seed, outcomes.Complete(found, found[names[0]], step, progress))
+            value = final.metrics[self._sweep.metric]
+            own.seeds.complete(self._seed, outcomes.Complete(final.metrics, value, step, progress))
             own.has_saved_seed = True
             return
-        own.complete(returned, found, step, progress)
+        own.complete(final.returned, final.metrics, step, progress)
         self._ended()
 
     def prune(self, reason: str, progress: int) -> None:
@@ -364,15 +366,8 @@ class StudyClient:
 
     def settle(self, replaced: Predecessor | None = None) -> None:
         """Release what was left running; see `left_trials.settle`."""
-        left_trials.settle(self._shared, self._health, replaced)
+        self._open.settle(replaced)
 
     def _running(self) -> WorkerTrial:
         assert self._trial is not None
         return self._trial
-
-
-def _missing(metric: str, metrics: dict[str, float]) -> str:
-    names = sorted(metrics)
-    reported = f"; it reports {', '.join(names)}" if names else "; it reports nothing"
-    hint = nearest(metric, names)
-    return f"{metric!r}{hint if hint.startswith(' (did') else reported}"

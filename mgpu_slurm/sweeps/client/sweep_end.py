@@ -19,12 +19,13 @@ from mgpu_slurm.run_folder import records
 from mgpu_slurm.run_folder.layout import RunFolder
 from mgpu_slurm.run_folder.sweep_records import SweepOver
 from mgpu_slurm.slurm import commands, job_identity
+from mgpu_slurm.sweeps import confirmation
+from mgpu_slurm.sweeps.client.worker_study import WorkerStudy
 from mgpu_slurm.sweeps.scheduling.judged_values import is_feasible
-from mgpu_slurm.sweeps.search.sweep_file import Sweep
+from mgpu_slurm.sweeps.search.sweep import Sweep
 from mgpu_slurm.sweeps.search.sweep_options import Budget
 from mgpu_slurm.sweeps.study import summary
 from mgpu_slurm.sweeps.study import trial_queue as studies
-from mgpu_slurm.sweeps.worker.worker_study import WorkerStudy
 
 HOURS_EVERY = 10.0
 """Seconds between two checks of a budget of hours."""
@@ -62,9 +63,7 @@ class SweepEnd:
         with locked(self._shared.folder.trials_lock):
             if not studies.all_tried(study):
                 return None
-            trials = self._shared.trials()
-            is_busy = any(trial.state == TrialState.RUNNING or studies.was_given_back(trial, sweep) for trial in trials)
-            if is_busy or summary.promotable(study, sweep, is_over=False):
+            if self._shared.is_busy() or summary.promotable(study, sweep, is_over=False):
                 return None
             return end_sweep(self._shared, "all points of the space have been tried", failed=False)
 
@@ -75,7 +74,7 @@ class SweepEnd:
         reason = spent(self._shared.trials(), sweep)
         if reason is None and time.monotonic() >= self._next_look_at_hours:
             self._next_look_at_hours = time.monotonic() + HOURS_EVERY
-            reason = spent_time(sweep, self._shared.sweep_folder, self._gpus)
+            reason = spent_time(sweep, self._shared.sweep_folder, self._gpus, self._shared.trials())
         return reason
 
 
@@ -127,17 +126,24 @@ def spent(trials: Sequence[FrozenTrial], sweep: Sweep) -> str | None:
     return None
 
 
-def spent_time(sweep: Sweep, folder: RunFolder, gpus: int) -> str | None:
+def spent_time(sweep: Sweep, folder: RunFolder, gpus: int, trials: Sequence[FrozenTrial] = ()) -> str | None:
     """Return why no more trials should start because of hours or GPU-hours; reads a file of each worker.
 
     Args:
         gpus: number of GPUs of each worker.
+        trials: as for `spent`.
     """
     budget = sweep.budget
-    if budget.hours is not None and (hours := hours_since_start(folder)) >= budget.hours:
-        return f"{hours:.2f} of {budget.hours:g} hours are over"
-    if budget.gpu_hours is not None and (used := worker_hours(folder) * gpus) >= budget.gpu_hours:
-        return f"{used:.2f} of {budget.gpu_hours:g} GPU-hours are used"
+    seconds = confirmation.seconds_needed(trials, sweep)
+    rest = ", and the rest is for the confirmation" if seconds else ""
+    if budget.hours is not None:
+        hours, needed = hours_since_start(folder), seconds / 3600 / confirmation.most_at_once(sweep)
+        if hours + needed >= budget.hours:
+            return f"{hours:.2f} of {budget.hours:g} hours are over{rest}"
+    if budget.gpu_hours is not None:
+        used, needed = worker_hours(folder) * gpus, seconds / 3600 * gpus / sweep.trials_per_worker
+        if used + needed >= budget.gpu_hours:
+            return f"{used:.2f} of {budget.gpu_hours:g} GPU-hours are used{rest}"
     return None
 
 

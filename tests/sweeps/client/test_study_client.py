@@ -20,10 +20,10 @@ from mgpu_slurm.request.spec import REQUEUE_EXIT_CODE, TERMINATED_EXIT_CODE
 from mgpu_slurm.run_folder import records
 from mgpu_slurm.run_folder.layout import RunFolder
 from mgpu_slurm.run_folder.record_types import RunState
+from mgpu_slurm.sweeps.client.messages import Leave, Superseded
+from mgpu_slurm.sweeps.client.paused_trials import WORSE
 from mgpu_slurm.sweeps.study import claims as claiming
 from mgpu_slurm.sweeps.study import recovery, summary
-from mgpu_slurm.sweeps.worker.messages import Leave, Superseded
-from mgpu_slurm.sweeps.worker.paused_trials import WORSE
 from tests.support import wait_until
 from tests.sweeps.sweeps import begin, finish, kill, leave, make, states, study_of, sweep_of, worker
 

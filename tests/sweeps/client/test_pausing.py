@@ -16,13 +16,13 @@ from mgpu_slurm.registry import sweep_state
 from mgpu_slurm.run_folder.layout import RunFolder
 from mgpu_slurm.run_folder.sweep_records import SweepOver
 from mgpu_slurm.sweeps.analysis.best_trial import best
+from mgpu_slurm.sweeps.client import sweep_end
+from mgpu_slurm.sweeps.client.messages import Assignment
+from mgpu_slurm.sweeps.client.paused_trials import NO_ROOM, WORSE
+from mgpu_slurm.sweeps.client.study_client import StudyClient
 from mgpu_slurm.sweeps.study import recovery, summary
 from mgpu_slurm.sweeps.study import trial_queue as studies
 from mgpu_slurm.sweeps.study.snapshots import ORIGIN, UNTIL
-from mgpu_slurm.sweeps.worker import sweep_end
-from mgpu_slurm.sweeps.worker.messages import Assignment
-from mgpu_slurm.sweeps.worker.paused_trials import NO_ROOM, WORSE
-from mgpu_slurm.sweeps.worker.study_client import StudyClient
 from mgpu_slurm.sweeps.worker_starts import waiting_trials
 from tests.sweeps.sweeps import begin, finish, kill, leave, make, states, study_of, sweep_of, worker
 

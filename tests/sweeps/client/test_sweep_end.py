@@ -12,7 +12,7 @@ from optuna.trial import FrozenTrial, TrialState, create_trial
 
 from mgpu_slurm.run_folder import records
 from mgpu_slurm.run_folder.layout import RunFolder
-from mgpu_slurm.sweeps.worker import sweep_end
+from mgpu_slurm.sweeps.client import sweep_end
 from tests.sweeps.sweeps import make, sweep_of
 
 COMPLETE, PRUNED, FAIL, RUNNING = TrialState.COMPLETE, TrialState.PRUNED, TrialState.FAIL, TrialState.RUNNING
@@ -115,3 +115,32 @@ def test_worker_without_an_ended_event_counts_until_its_recorded_end(tmp_path: P
 def test_absent_budget_is_never_spent(tmp_path: Path) -> None:
     values: dict[str, Any] = {"trials": 3}
     assert why(make(tmp_path, **values), trials((COMPLETE, 1e9))) is None
+
+
+def with_lengths(*hours: float) -> list[FrozenTrial]:
+    found = trials(*[(COMPLETE, 0.5)] * len(hours))
+    for trial, length in zip(found, hours, strict=True):
+        trial.datetime_start = datetime(2026, 1, 1)
+        trial.datetime_complete = trial.datetime_start + timedelta(hours=length)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("budget", "gpus", "told"),
+    [
+        ({"hours": 7.1}, 0, None),
+        # two trials at a time, five seeds of an hour each: another five hours
+        ({"hours": 6.9}, 0, "2.00 of 6.9 hours are over, and the rest is for the confirmation"),
+        ({"gpu_hours": 29}, 2, None),
+        ({"gpu_hours": 27}, 2, "8.00 of 27 GPU-hours are used, and the rest is for the confirmation"),
+    ],
+)
+def test_rest_of_the_budget_is_for_the_confirmation(
+    budget: dict[str, float], gpus: int, told: str | None, tmp_path: Path
+) -> None:
+    folder = make(tmp_path, budget=budget, confirm={"top": 2, "seeds": 5})
+    for number in (0, 1):
+        worked(folder, number, (2, 0))
+    found = with_lengths(0.5, 1.5)
+    assert sweep_end.spent_time(sweep_of(folder), folder, gpus, found) == told
+    assert sweep_end.spent_time(sweep_of(folder), folder, gpus, []) is None

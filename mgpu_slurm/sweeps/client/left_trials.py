@@ -11,11 +11,11 @@ from optuna.trial import FrozenTrial, TrialState
 
 from mgpu_slurm.core.files import locked
 from mgpu_slurm.sweeps import optuna_adapter
+from mgpu_slurm.sweeps.client.worker_health import WorkerHealth
+from mgpu_slurm.sweeps.client.worker_study import WorkerStudy
 from mgpu_slurm.sweeps.study import claims as claiming
 from mgpu_slurm.sweeps.study import recovery
 from mgpu_slurm.sweeps.study.recovery import Death
-from mgpu_slurm.sweeps.worker.worker_health import WorkerHealth
-from mgpu_slurm.sweeps.worker.worker_study import WorkerStudy
 
 _VARIABLE = "MGPU_REPLACES"
 """A `Predecessor` as JSON, in the environment of the process that replaces it."""

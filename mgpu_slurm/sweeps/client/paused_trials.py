@@ -13,12 +13,12 @@ from mgpu_slurm.registry import cleanup
 from mgpu_slurm.run_folder import layout
 from mgpu_slurm.run_folder.layout import RunFolder
 from mgpu_slurm.sweeps import hparams, optuna_adapter
+from mgpu_slurm.sweeps.client.worker_study import WorkerStudy
 from mgpu_slurm.sweeps.scheduling.scheduler import EntryState, Snapshot
-from mgpu_slurm.sweeps.search.sweep_file import Sweep
+from mgpu_slurm.sweeps.search.sweep import Sweep
 from mgpu_slurm.sweeps.study import claims as claiming
 from mgpu_slurm.sweeps.study import outcomes
 from mgpu_slurm.sweeps.study import trial_queue as studies
-from mgpu_slurm.sweeps.worker.worker_study import WorkerStudy
 
 WORSE = "worse than the other trials"
 """Reason for which the scheduler prunes a trial."""

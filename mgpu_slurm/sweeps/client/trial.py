@@ -18,6 +18,10 @@ from mgpu_slurm.metrics.sinks import EventFiles, MetricsFile, Report
 from mgpu_slurm.run_folder import records
 from mgpu_slurm.run_folder.layout import RunFolder
 from mgpu_slurm.sweeps import front_marks, hparams, optuna_adapter
+from mgpu_slurm.sweeps.client import copies, paused_trials
+from mgpu_slurm.sweeps.client.messages import Superseded
+from mgpu_slurm.sweeps.client.seed_runs import SeedRuns
+from mgpu_slurm.sweeps.client.worker_study import WorkerStudy
 from mgpu_slurm.sweeps.scheduling.judged_values import CHANGES, is_feasible, is_feasible_at, violations_of
 from mgpu_slurm.sweeps.scheduling.scheduler import Clone, Decision
 from mgpu_slurm.sweeps.study import claims as claiming
@@ -26,10 +30,6 @@ from mgpu_slurm.sweeps.study import trial_queue as studies
 from mgpu_slurm.sweeps.study.health import SEED_REPORTED
 from mgpu_slurm.sweeps.study.recovery import Death
 from mgpu_slurm.sweeps.study.snapshots import SECONDS, copy_of, until_of
-from mgpu_slurm.sweeps.worker import copies, paused_trials
-from mgpu_slurm.sweeps.worker.messages import Superseded
-from mgpu_slurm.sweeps.worker.seed_runs import SeedRuns
-from mgpu_slurm.sweeps.worker.worker_study import WorkerStudy
 
 
 class WorkerTrial:

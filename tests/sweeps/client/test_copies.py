@@ -13,13 +13,13 @@ from mgpu_slurm.core import files
 from mgpu_slurm.metrics.report_socket import PAUSE, Verdict
 from mgpu_slurm.run_folder.layout import RunFolder
 from mgpu_slurm.sweeps.analysis.best_trial import best
+from mgpu_slurm.sweeps.client.paused_trials import REPLACED
+from mgpu_slurm.sweeps.client.study_client import StudyClient
 from mgpu_slurm.sweeps.study import recovery, summary
 from mgpu_slurm.sweeps.study import trial_queue as studies
 from mgpu_slurm.sweeps.study.snapshots import UNTIL, copy_of
-from mgpu_slurm.sweeps.worker.paused_trials import REPLACED
-from mgpu_slurm.sweeps.worker.study_client import StudyClient
+from tests.sweeps.client.test_pausing import saved
 from tests.sweeps.sweeps import begin, kill, make, states, study_of, sweep_of, worker
-from tests.sweeps.worker.test_pausing import saved
 
 PBT = {"name": "pbt", "population": 4, "interval": 2, "max_resource": 6, "perturb": ["x"]}
 

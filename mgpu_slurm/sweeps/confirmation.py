@@ -1,0 +1,185 @@
+"""The confirmation of a sweep: its best trials are trained again with several other seeds, by the same workers.
+
+It is a study of its own, in a folder next to the sweep's, whose workers are those of the sweep. Trial for trial it has
+the values of the best ones, and all are trained with the same seeds, so that they can be compared seed by seed.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Sequence
+from dataclasses import replace
+
+from optuna.study import Study
+from optuna.trial import FrozenTrial, TrialState
+
+from mgpu_slurm.core import files
+from mgpu_slurm.core.errors import UserError
+from mgpu_slurm.request import config as configs
+from mgpu_slurm.request.config import Config
+from mgpu_slurm.request.spec import read_spec
+from mgpu_slurm.run_folder import layout, records
+from mgpu_slurm.run_folder.layout import RunFolder
+from mgpu_slurm.run_folder.sweep_records import confirmation_of
+from mgpu_slurm.sweeps import hparams
+from mgpu_slurm.sweeps.search import sweep_file
+from mgpu_slurm.sweeps.search.parameters import Values
+from mgpu_slurm.sweeps.search.sweep import Sweep
+from mgpu_slurm.sweeps.study import summary
+from mgpu_slurm.sweeps.study import trial_queue as studies
+
+_OWN_KEYS = ("confirm", "warm_start", "seeds", "trials", "enqueue", "sampler", "pruner", "budget", "fixed", "study")
+"""Keys of the sweep's file that a confirmation does not take over as they are."""
+
+
+def folder_of(sweep: RunFolder) -> RunFolder:
+    """Return the folder of a sweep's confirmation, whether it exists or not."""
+    return RunFolder(sweep.path.with_name(confirmation_of(sweep.path.name)))
+
+
+def is_confirmation(folder: RunFolder) -> bool:
+    """Return whether a sweep confirms another one, whose workers train its trials."""
+    return folder.tasks.is_symlink()
+
+
+def confirmed_by(folder: RunFolder) -> RunFolder:
+    """Return the sweep that a confirmation confirms; any other sweep itself."""
+    if not is_confirmation(folder):
+        return folder
+    return RunFolder(folder.path.with_name(os.readlink(folder.tasks).split("/")[1]))
+
+
+def refuse_as_sweep(folder: RunFolder) -> None:
+    """Raise UserError if the folder is a confirmation: only the workers of its sweep train its trials."""
+    if is_confirmation(folder):
+        study = confirmed_by(folder).run
+        raise UserError(f"study {folder.run} confirms study {study}, whose workers train it: name {study} instead")
+
+
+def check(folder: RunFolder, sweep: Sweep) -> None:
+    """Check that a sweep can have the confirmation that its file describes.
+
+    Raises:
+        UserError: another run has its name, or it has begun with other seeds.
+    """
+    own = folder_of(folder)
+    if sweep.confirm is None or not own.path.exists():
+        return
+    if not is_confirmation(own):
+        raise UserError(f"confirm: the confirmation would be study {own.run}, which exists: choose another study name")
+    seeds = sweep_file.load(own.sweep).seed_values
+    if seeds != sweep.confirm_seeds:
+        raise UserError(
+            f"confirm: study {own.run} has begun with seeds {seeds[0]} to {seeds[-1]}: keep their number, or delete it"
+        )
+
+
+def prepare(folder: RunFolder, sweep: Sweep, trials: Sequence[FrozenTrial]) -> RunFolder | None:
+    """Create the confirmation of a sweep, or add trials to it that have become the best since.
+
+    The caller must hold the sweep's lock, and all trials must have ended.
+
+    Args:
+        folder: the folder of the sweep.
+        trials: all trials of the sweep.
+
+    Returns:
+        Its folder; None if there is nothing to confirm.
+    """
+    own = folder_of(folder)
+    points = best_points(trials, sweep)
+    if not own.path.exists():
+        if not points:
+            return None
+        _create(folder, own, _file(folder, sweep, points))
+    known = sweep_file.load(own.sweep)
+    points = [*known.enqueue, *(point for point in points if point not in known.enqueue)]
+    study = studies.load(known, own.journal)
+    values = _file(folder, sweep, points)
+    if values != configs.read_yaml(own.sweep):
+        files.write_whole(own.sweep, configs.dump_yaml(values))
+        if studies.why_over(study) is not None:
+            # its budget may have been raised: the first worker checks whether it is still spent
+            studies.set_over(study, None)
+    with files.locked(own.trials_lock):
+        studies.queue(study, points[len(studies.queued(study)) :])
+    # workers may have been added to the sweep
+    records.update_state(own, tasks=records.read_state(folder).tasks)
+    return own
+
+
+def best_points(trials: Sequence[FrozenTrial], sweep: Sweep) -> list[Values]:
+    """Return the values of the best trials, each once."""
+    assert sweep.confirm is not None
+    points: list[Values] = []
+    for trial in summary.ranked(trials, sweep):
+        if (values := summary.parameters(trial, sweep)) not in points:
+            points.append(values)
+    return points[: sweep.confirm.top]
+
+
+def _file(folder: RunFolder, sweep: Sweep, points: Sequence[Values]) -> Config:
+    """Return the sweep file of the confirmation."""
+    assert sweep.confirm is not None
+    kept = {key: value for key, value in configs.read_yaml(folder.sweep).items() if key not in _OWN_KEYS}
+    limits = {"hours": sweep.budget.hours, "gpu_hours": sweep.budget.gpu_hours}
+    return {
+        "study": confirmation_of(sweep.study),
+        **kept,
+        # all of its trials are enqueued
+        "sampler": "random",
+        "fixed": {**sweep.fixed, "seed": sweep.confirm_seeds[0]},
+        "seeds": sweep.confirm.seeds,
+        "trials": len(points),
+        "enqueue": list(points),
+        "budget": {name: limit for name, limit in limits.items() if limit is not None},
+    }
+
+
+def _create(folder: RunFolder, own: RunFolder, values: Config) -> None:
+    spec = replace(read_spec(folder), run=own.run)
+    staging = RunFolder(own.path.with_name(f"{layout.STAGING_PREFIX}{own.run}"))
+    # of a worker that was killed meanwhile
+    shutil.rmtree(staging.path, ignore_errors=True)
+    staging.create(spec.readable_by)
+    files.write_whole(staging.sweep, configs.dump_yaml(values))
+    spec.write(staging)
+    state = records.read_state(folder)
+    files.write_json(staging.state, replace(state, run=own.run).to_json())
+    for path in (folder.tasks, folder.code):
+        (staging.path / path.name).symlink_to(f"../{folder.path.name}/{path.name}")
+    staging.trials.mkdir()
+    sweep = sweep_file.load(staging.sweep)
+    study = _study(sweep, staging)
+    hparams.write_experiment(staging, sweep)
+    summary.write(staging, study, sweep)
+    staging.path.rename(own.path)
+
+
+def _study(sweep: Sweep, staging: RunFolder) -> Study:
+    try:
+        return studies.create(sweep, staging.journal)
+    except UserError:
+        # a worker was killed after it had created the study in a database
+        return studies.load(sweep, staging.journal)
+
+
+# -- inside the budget
+
+
+def seconds_needed(trials: Sequence[FrozenTrial], sweep: Sweep) -> float:
+    """Return about how many seconds the confirmation takes, summed over all workers; 0 if that is unknown."""
+    if sweep.confirm is None:
+        return 0.0
+    lengths = [summary.length(trial) or 0.0 for trial in trials if trial.state == TrialState.COMPLETE]
+    if not lengths:
+        return 0.0
+    top = min(sweep.confirm.top, len(lengths))
+    return sum(lengths) / len(lengths) / sweep.seeds * sweep.confirm.seeds * top
+
+
+def most_at_once(sweep: Sweep) -> int:
+    """Return how many of its trials are trained at the same time."""
+    top = 1 if sweep.confirm is None else sweep.confirm.top
+    return min(sweep.workers * sweep.trials_per_worker, top)

@@ -1,0 +1,220 @@
+"""Workers whose sweep is confirmed: when they turn to the confirmation, and what they do there."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mgpu_slurm.core.errors import UserError
+from mgpu_slurm.core.files import write_whole
+from mgpu_slurm.rank.signals import Stop
+from mgpu_slurm.request import config as configs
+from mgpu_slurm.run_folder import layout, records
+from mgpu_slurm.run_folder.layout import RunFolder
+from mgpu_slurm.sweeps import confirmation
+from mgpu_slurm.sweeps.analysis.confirmed import confirmed
+from mgpu_slurm.sweeps.client import study_client, sweep_end
+from mgpu_slurm.sweeps.client.messages import Assignment
+from mgpu_slurm.sweeps.client.study_client import StudyClient
+from tests.on_slurm.packages import DATABASE_PASSWORD
+from tests.postgresql import Server
+from tests.sweeps.sweeps import begin, finish, kill, leave, make, states, study_of, sweep_of, worker
+
+
+@pytest.fixture(autouse=True)
+def without_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(study_client, "PAUSE", 0.0)
+
+
+def make_confirmed(base: Path, **values: Any) -> RunFolder:
+    enqueue = [{"x": 0.1}, {"x": 0.9}, {"x": 0.5}, {"x": 0.7}]
+    return make(base, **{"confirm": {"top": 2, "seeds": 3}, "enqueue": enqueue} | values)
+
+
+def score_of(order: Assignment) -> float:
+    """Other seeds have other values, and the point that was found as the second best is better with them."""
+    x, seed = order.values["x"], order.values["seed"]
+    assert isinstance(x, float)
+    assert isinstance(seed, int)
+    return x + (0.5 + 0.001 * seed if x == 0.7 and order.study == "s-confirm" else 0.0)
+
+
+def train(part: StudyClient) -> Assignment:
+    order = begin(part)
+    finish(part, score_of(order))
+    return order
+
+
+def train_sweep(part: StudyClient, trials: int = 4) -> None:
+    for _ in range(trials):
+        assert train(part).study == "s"
+
+
+def test_best_trials_are_trained_with_other_seeds_by_the_same_worker(tmp_path: Path) -> None:
+    folder = make_confirmed(tmp_path, fixed={"seed": 5})
+    part = worker(folder, 0)
+    train_sweep(part)
+    orders = [train(part) for _ in range(6)]
+    assert [(order.study, order.values["x"], order.values["seed"]) for order in orders] == [
+        ("s-confirm", x, seed) for x in (0.9, 0.7) for seed in (6, 7, 8)
+    ]
+    leave(part)
+    # they count neither for the sweep nor for its worker
+    assert len(study_of(folder).trials) == part.ended == 4
+    found = confirmed(folder)
+    assert found is not None
+    assert [(each.number, each.mean) for each in found.trials] == [(3, pytest.approx(1.207)), (1, pytest.approx(0.9))]
+    assert found.trials[1].is_worse
+
+
+def test_confirmation_waits_for_the_last_trial(tmp_path: Path) -> None:
+    folder = make_confirmed(tmp_path)
+    part, other = worker(folder, 0), worker(folder, 1)
+    train_sweep(part, 3)
+    last = begin(other)
+    assert part.next(Stop.NO) is None
+    assert records.read_state(folder.of_task(0)).reason == "waiting for the last trials, to confirm the best"
+    finish(other, score_of(last))
+    assert begin(part).study == begin(other).study == "s-confirm"
+
+
+def test_trial_of_a_dead_worker_is_not_waited_for(tmp_path: Path) -> None:
+    folder = make_confirmed(tmp_path)
+    part, other = worker(folder, 0), worker(folder, 1)
+    train_sweep(part, 3)
+    begin(other)
+    kill(folder, 1)
+    assert train(part).study == "s"
+    assert train(part).study == "s-confirm"
+
+
+def test_confirmation_of_a_dead_worker_is_continued(tmp_path: Path) -> None:
+    folder = make_confirmed(tmp_path)
+    part, other = worker(folder, 0), worker(folder, 1)
+    train_sweep(part)
+    lost = begin(other)
+    assert lost.study == "s-confirm"
+    kill(folder, 1)
+    numbers = [train(part).number for _ in range(6)]
+    assert sorted(numbers) == sorted([lost.number] * 3 + [1 - lost.number] * 3)
+    leave(part)
+
+
+def test_worker_that_starts_again_continues_its_own_confirmation(tmp_path: Path) -> None:
+    folder = make_confirmed(tmp_path)
+    part = worker(folder, 0)
+    train_sweep(part)
+    first = train(part)
+    begin(part)
+    again = worker(folder, 0, attempt=2)
+    again.settle()
+    order = begin(again)
+    assert (order.study, order.number) == ("s-confirm", first.number)
+    # the first of its seeds is done
+    assert order.values["seed"] == 2
+
+
+def test_trials_that_become_the_best_later_are_added(tmp_path: Path) -> None:
+    folder = make_confirmed(tmp_path)
+    part = worker(folder, 0)
+    train_sweep(part)
+    for _ in range(6):
+        train(part)
+    leave(part)
+    values = configs.read_yaml(folder.sweep)
+    write_whole(folder.sweep, configs.dump_yaml(values | {"trials": 5}))
+    part = worker(folder, 0, attempt=2)
+    order = begin(part)
+    assert order.study == "s"
+    finish(part, 2.0)
+    assert [train(part).values["x"] for _ in range(3)] == [order.values["x"]] * 3
+    leave(part)
+    found = confirmed(folder)
+    assert found is not None
+    assert sorted(each.number for each in found.trials) == [1, 3, 4]
+
+
+def test_sweep_that_fails_or_has_no_result_is_not_confirmed(tmp_path: Path) -> None:
+    folder = make_confirmed(tmp_path)
+    part = worker(folder, 0)
+    for _ in range(4):
+        begin(part)
+        part.prune("score is nan", 1)
+    leave(part)
+    assert states(folder) == ["PRUNED"] * 4
+    assert not confirmation.folder_of(folder).path.exists()
+
+
+def test_confirmation_stops_when_the_budget_is_spent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sweep_end, "HOURS_EVERY", 0.0)
+    folder = make_confirmed(tmp_path, budget={"hours": 100})
+    part = worker(folder, 0)
+    train_sweep(part)
+    train(part)
+    own = confirmation.folder_of(folder)
+    assert configs.read_yaml(own.sweep)["budget"] == {"hours": 100.0}
+    for each in (folder, own):
+        write_whole(each.sweep, configs.dump_yaml(configs.read_yaml(each.sweep) | {"budget": {"hours": 1e-6}}))
+    # the trial that was begun is finished
+    assert [train(part).number for _ in range(2)] == [0, 0]
+    leave(part)
+    assert [trial.state.name for trial in study_of(own).trials] == ["COMPLETE", "WAITING"]
+
+
+def test_half_made_confirmation_of_a_killed_worker_is_made_again(tmp_path: Path) -> None:
+    folder = make_confirmed(tmp_path)
+    part = worker(folder, 0)
+    train_sweep(part)
+    own = confirmation.folder_of(folder)
+    half = own.path.with_name(f"{layout.STAGING_PREFIX}{own.run}")
+    half.mkdir()
+    (half / "sweep.yaml").write_text("study: s-con")
+    assert train(part).study == "s-confirm"
+    assert not half.exists()
+
+
+def test_confirmation_in_a_database(tmp_path: Path, postgresql: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MGPU_TEST_PASSWORD", DATABASE_PASSWORD)
+    url = postgresql.url(postgresql.new_database(), "${MGPU_TEST_PASSWORD}")
+    folder = make_confirmed(tmp_path, storage=url)
+    part = worker(folder, 0)
+    train_sweep(part)
+    assert train(part).study == "s-confirm"
+    # as if the worker had been killed after it had created the study
+    shutil.rmtree(confirmation.folder_of(folder).path)
+    again = worker(folder, 0, attempt=2)
+    again.settle()
+    assert [train(again).study for _ in range(6)] == ["s-confirm"] * 6
+    leave(again)
+
+
+class TestRefusals:
+    def test_confirmation_is_not_started_by_itself(self, tmp_path: Path) -> None:
+        folder = make_confirmed(tmp_path)
+        part = worker(folder, 0)
+        train_sweep(part)
+        begin(part)
+        with pytest.raises(UserError, match="study s-confirm confirms study s, whose workers train it: name s instead"):
+            confirmation.refuse_as_sweep(confirmation.folder_of(folder))
+        confirmation.refuse_as_sweep(folder)
+
+    def test_other_number_of_seeds_is_refused(self, tmp_path: Path) -> None:
+        folder = make_confirmed(tmp_path)
+        part = worker(folder, 0)
+        confirmation.check(folder, sweep_of(folder))
+        train_sweep(part)
+        begin(part)
+        confirmation.check(folder, sweep_of(folder))
+        values = configs.read_yaml(folder.sweep) | {"confirm": {"seeds": 4}}
+        write_whole(folder.sweep, configs.dump_yaml(values))
+        with pytest.raises(UserError, match="study s-confirm has begun with seeds 1 to 3: keep their number"):
+            confirmation.check(folder, sweep_of(folder))
+
+    def test_other_run_of_its_name_is_not_touched(self, tmp_path: Path) -> None:
+        folder = make_confirmed(tmp_path)
+        RunFolder(tmp_path / "s-confirm").create()
+        with pytest.raises(UserError, match="the confirmation would be study s-confirm, which exists"):
+            confirmation.check(folder, sweep_of(folder))
