@@ -15,6 +15,7 @@ from benchmarks import (
     compilation,
     control_plane,
     curves,
+    epochs,
     gauges,
     gpu,
     input,
@@ -52,6 +53,7 @@ BENCHMARKS = {
     "storage": storage.run,
     "sweep": sweep.run,
     "search": search.run,
+    "epochs": epochs.run,
     "gpu": gpu.run,
 }
 LONG = {"search": search.run_long}

@@ -12,16 +12,16 @@ from torch.utils.data import TensorDataset
 
 from mgpu_slurm import Run
 
-TURNS = 1.75
+TURNS = 2.0
 NOISE = 0.03
 
 
 @dataclass
 class Config:
-    epochs: int = 27
+    epochs: int = 9
     batch_size: int = 32
     lr: float = 1e-2
-    momentum: float = 0.9
+    beta: float = 0.9
     width: int = 32
     depth: int = 2
     weight_decay: float = 1e-5
@@ -35,23 +35,23 @@ def points(count: int, seed: int) -> tuple[Tensor, Tensor]:
     spiral = torch.arange(count) % 2
     angle = 2 * math.pi * TURNS * way + math.pi * spiral
     noise = NOISE * torch.randn(count, 2, generator=chance)
-    return torch.stack([way * angle.cos(), way * angle.sin()], dim=1) + noise, spiral
+    return 3 * torch.stack([way * angle.cos(), way * angle.sin()], dim=1) + noise, spiral
 
 
 def network(width: int, depth: int) -> nn.Module:
     layers: list[nn.Module] = []
     for inputs in [2, *[width] * (depth - 1)]:
-        layers += [nn.Linear(inputs, width), nn.Tanh()]
+        layers += [nn.Linear(inputs, width), nn.ReLU()]
     return nn.Sequential(*layers, nn.Linear(width, 2))
 
 
 def train(run: Run, config: Config) -> float:
     run.seed(config.seed)
     model = run.wrap(network(config.width, config.depth))
-    optimizer = torch.optim.SGD(
-        model.parameters(), lr=config.lr, momentum=config.momentum, weight_decay=config.weight_decay
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=config.lr, betas=(config.beta, 0.999), weight_decay=config.weight_decay
     )
-    data = run.loader(TensorDataset(*points(1024, seed=1)), batch_size=config.batch_size, shuffle=True)
+    data = run.loader(TensorDataset(*points(512, seed=1)), batch_size=config.batch_size, shuffle=True)
     x_test, y_test = points(1024, seed=2)
     state = run.restore(model=model, optimizer=optimizer, data=data)
     accuracy = 0.0
