@@ -219,6 +219,10 @@ class Study(Group):
         if not only_checkpoints:
             from mgpu_slurm.sweeps import launch
 
+            own = sweep_state.confirmation_folder(self.files)
+            if sweep_state.is_confirmation(own) and not sweep_state.is_confirmation(self.files):
+                launch.forget(own)
+                cleanup.delete(own)
             launch.forget(self.files)
         super().delete(only_checkpoints)
 

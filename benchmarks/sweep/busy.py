@@ -6,6 +6,7 @@ import json
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 
 from benchmarks.measure import median
@@ -18,6 +19,8 @@ TRIALS = 40
 SHORTEST, LONGEST = 0.3, 3.0
 ROUNDS = 5
 IDLE_TARGET = 5.0
+EPOCHS = 9
+SHORTEST_EPOCH, LONGEST_EPOCH = 0.2, 2.0
 
 
 @dataclass(frozen=True)
@@ -34,6 +37,7 @@ def rows() -> list[Row]:
     with project() as made:
         lengths = [_lengths(seed) for seed in range(ROUNDS)]
         spans = [_searched(made, each) for each in lengths]
+        pausing = [_idle_with_pauses(made, seed) for seed in range(ROUNDS)]
     idle = {
         "from the first trial's start until the last one is taken": [
             idle_share(each, WORKERS, _first_start(each), _last_start(each)) for each in spans
@@ -47,12 +51,16 @@ def rows() -> list[Row]:
         "computed: batches that wait for their slowest trial": [
             idle_share_of_batches(each, WORKERS) for each in lengths
         ],
+        _WITH_PAUSES: pausing,
     }
-    targets = {next(iter(idle)): IDLE_TARGET}
+    targets = {next(iter(idle)): IDLE_TARGET, _WITH_PAUSES: IDLE_TARGET}
     return [
         Row(f"workers' idle time, {when}", median(shares).scaled(100), "%", 1, targets.get(when))
         for when, shares in idle.items()
     ]
+
+
+_WITH_PAUSES = "with pauses, from the first trial's start until the last one is taken or continued"
 
 
 def idle_share(spans: Sequence[Span], workers: int, since: float, until: float) -> float:
@@ -105,6 +113,35 @@ def _searched(made: Project, lengths: Sequence[float]) -> list[Span]:
     return found
 
 
+def _idle_with_pauses(made: Project, seed: int) -> float:
+    chance = random.Random(seed)
+    lengths = [chance.uniform(SHORTEST_EPOCH, LONGEST_EPOCH) for _ in range(TRIALS)]
+    folder = search(
+        made,
+        job=f"{JOBS}.sleeps_in_epochs",
+        metric="value",
+        sampler={"name": "tpe", "seed": 1},
+        pruner={"name": "asha", "min_resource": 1, "max_resource": EPOCHS, "reduction_factor": 3},
+        trials=TRIALS,
+        workers=WORKERS,
+        fixed={"epochs": EPOCHS},
+        enqueue=[{"seconds": length} for length in lengths],
+        space={"seconds": {"float": [SHORTEST_EPOCH, LONGEST_EPOCH]}},
+    )
+    starts, spans = [], []
+    for number, length in enumerate(lengths):
+        trial = folder / "trials" / str(number)
+        starts += [when for event, when in _events(trial / "attempts.jsonl") if event == "started"]
+        ends = [when for _, when in _events(trial / "metrics.jsonl")]
+        spans += [Span(0, end - length, end, length) for end in ends]
+    return idle_share(spans, WORKERS, min(starts), max(starts))
+
+
+def _events(path: Path) -> list[tuple[str, float]]:
+    records = map(json.loads, path.read_text().splitlines())
+    return [(each.get("event", ""), datetime.fromisoformat(each["time"]).timestamp()) for each in records]
+
+
 def _worker_of(folder: Path, trial: int) -> int:
     begun = (folder / "trials" / str(trial) / "attempts.jsonl").read_text().splitlines()[0]
     return int(json.loads(begun)["worker"])
@@ -114,6 +151,8 @@ ABOUT = (
     f"Idle workers: {ROUNDS} sweeps of {TRIALS} trials that sleep for {SHORTEST:g} to {LONGEST:g} s, lengths"
     f" drawn from a seed per sweep, {WORKERS} workers on the local executor. Workers that come later than the first"
     " count as idle until then, unless it says otherwise; at least 95% busy is at most 5% idle. What batches would lose"
-    " is computed from the same lengths in the order of the sweep file, for a launcher that costs nothing itself."
+    " is computed from the same lengths in the order of the sweep file, for a launcher that costs nothing itself. With"
+    f" pauses: as many trials of up to {EPOCHS} epochs under `asha`, which sleep for {SHORTEST_EPOCH:g} to"
+    f" {LONGEST_EPOCH:g} s in each; what they need to save, pause and load counts as idle."
 )
 NOTES: list[str] = []

@@ -18,6 +18,10 @@ if TYPE_CHECKING:
     import torch
 
 
+CONTEXT_BYTES = 1 << 29
+"""About what CUDA and its libraries need of a GPU's memory for each process."""
+
+
 @dataclass(frozen=True)
 class RankInfo:
     """A rank's place in its world of ranks."""
@@ -134,8 +138,11 @@ def choose_device(facts: RankInfo) -> torch.device:
     device = own_devices(facts)[0]
     if device.type == "cuda":
         torch.cuda.set_device(device)
-        if share := os.environ.get(GPU_SHARE_VARIABLE):
-            torch.cuda.set_per_process_memory_fraction(float(share), device)
+        share = float(os.environ.get(GPU_SHARE_VARIABLE, "1"))
+        if share < 1:
+            # torch counts only its own tensors
+            context = CONTEXT_BYTES / torch.cuda.get_device_properties(device).total_memory
+            torch.cuda.set_per_process_memory_fraction(max(share - context, share / 2), device)
     return device
 
 

@@ -142,7 +142,9 @@ def usage(folder: RunFolder) -> Usage:
     Raises:
         UserError: a folder may not be read.
     """
-    parts = [folder, *(RunFolder(path) for path in _listed(folder.tasks))]
+    # those of a confirmation are a link to its sweep's
+    tasks = [] if folder.tasks.is_symlink() else _listed(folder.tasks)
+    parts = [folder, *map(RunFolder, tasks)]
     parts += [part for path in _listed(folder.trials) for part in RunFolder(path).with_seeds()]
     places = {
         "checkpoints": [part.checkpoints for part in parts],

@@ -12,7 +12,7 @@ from mgpu_slurm.core.formatting import program
 from mgpu_slurm.core.retry import Note, quiet
 from mgpu_slurm.executors import supervisors
 from mgpu_slurm.executors.slurm_states import NEVER_ARRIVED
-from mgpu_slurm.registry import cleanup
+from mgpu_slurm.registry import cleanup, sweep_state
 from mgpu_slurm.registry.current_state import current, recorded
 from mgpu_slurm.registry.index import folders, refuse_closed, roots
 from mgpu_slurm.run_folder import layout, records
@@ -102,6 +102,9 @@ def _with_job(job_id: str, known: list[RunFolder]) -> list[RunFolder]:
     array, _, _ = job_id.partition("_")
     found = []
     for folder in known:
+        if sweep_state.is_confirmation(folder):
+            # its workers are those of its sweep
+            continue
         arrays = {submission.job_id for submission in records.submissions(folder)}
         members = [member for member, state in recorded(folder) if state.job_id == job_id]
         # the job of a group's run that was resumed alone is recorded only in that run

@@ -10,7 +10,7 @@ from mgpu_slurm.core.errors import UserError
 from mgpu_slurm.core.hostlist import compress
 from mgpu_slurm.executors.base import Living
 from mgpu_slurm.executors.selection import EXECUTORS
-from mgpu_slurm.registry import current_state
+from mgpu_slurm.registry import current_state, sweep_state
 from mgpu_slurm.registry.index import check_may_change
 from mgpu_slurm.request.spec import read_spec
 from mgpu_slurm.run_folder import states
@@ -25,6 +25,7 @@ def cancel(folder: RunFolder) -> bool:
         UserError: the run belongs to another user, or is a local run of another machine.
         ClusterError: SLURM refuses or does not answer, or the job is on another cluster.
     """
+    folder = sweep_state.confirmed_by(folder)
     living = _living(folder)
     if not living:
         return False

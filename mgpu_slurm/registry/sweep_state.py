@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -45,6 +46,23 @@ def is_sweep(folder: RunFolder) -> bool:
     return folder.task is None and folder.sweep.exists()
 
 
+def is_confirmation(folder: RunFolder) -> bool:
+    """Return whether a sweep confirms another one, whose workers train its trials."""
+    return folder.tasks.is_symlink()
+
+
+def confirmed_by(folder: RunFolder) -> RunFolder:
+    """Return the sweep that a confirmation confirms; any other run or group itself."""
+    if not is_confirmation(folder):
+        return folder
+    return RunFolder(folder.path.with_name(os.readlink(folder.tasks).split("/")[1]))
+
+
+def confirmation_folder(folder: RunFolder) -> RunFolder:
+    """Return the folder of a sweep's confirmation, whether it exists or not."""
+    return RunFolder(folder.path.with_name(confirmation_of(folder.path.name)))
+
+
 def trials(folder: RunFolder) -> list[RunFolder]:
     """Return the trials of a sweep that have begun, in no particular order; none for other runs."""
     return [RunFolder(path) for path in folder.trials.iterdir()] if folder.trials.is_dir() else []
@@ -66,11 +84,14 @@ def unconfirmed(folder: RunFolder, summary: SweepSummary) -> int:
     """Return how many of the best trials of a sweep are still to be trained again for its confirmation."""
     if not summary.confirm or summary.best is None or (summary.over is not None and summary.over.failed):
         return 0
-    own = RunFolder(folder.path.with_name(confirmation_of(folder.path.name)))
+    own, wanted = confirmation_folder(folder), min(summary.confirm, summary.trials["COMPLETE"])
     if not own.summary.exists():
-        return min(summary.confirm, summary.trials["COMPLETE"])
+        return wanted
     confirmation = _written(own)
-    return 0 if confirmation.over is not None else confirmation.trials["WAITING"] + confirmation.trials["RUNNING"]
+    if confirmation.over is not None and not confirmation.over.failed:
+        return 0
+    left = confirmation.trials["WAITING"] + confirmation.trials["RUNNING"]
+    return left + max(0, wanted - sum(confirmation.trials.values()))
 
 
 def _is_done(summary: SweepSummary) -> bool:

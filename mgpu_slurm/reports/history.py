@@ -125,7 +125,10 @@ def _state_of_trial(folder: RunFolder) -> str:
         told = read_json(outcome)
         if told is not None:
             return _STATES_OF_TRIALS.get(told.get("state"), states.UNKNOWN)
-    return states.UNKNOWN
+    if folder.path.parent.name == TRIALS:
+        return states.UNKNOWN
+    # the run of a trial with one of its seeds, which ended with the trial
+    return _state_of_trial(RunFolder(folder.path.parent.parent))
 
 
 # -- own runs

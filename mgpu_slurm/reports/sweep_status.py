@@ -45,13 +45,13 @@ def lines(folder: RunFolder, workers: Sequence[RunState], room: int | None = Non
 
 def _why(study: str, workers: Sequence[RunState], summary: SweepSummary, state: str) -> str:
     over = summary.over
-    if over is not None:
+    if over is not None and not summary.unconfirmed:
         return f": {over.reason}"
     if states.is_alive(state) or state == states.COMPLETED:
         return ""
     advice = (
         f"; continue with `{program()} resume {study}`"
-        if summary.trials["RUNNING"] + summary.trials["WAITING"] + summary.promotable
+        if summary.trials["RUNNING"] + summary.trials["WAITING"] + summary.promotable + summary.unconfirmed
         else ""
     )
     told = reason(workers, summary, state)

@@ -6,16 +6,19 @@ the values of the best ones, and all are trained with the same seeds, so that th
 
 from __future__ import annotations
 
-import os
+import math
 import shutil
+import statistics
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 from optuna.study import Study
 from optuna.trial import FrozenTrial, TrialState
 
-from mgpu_slurm.core import files
+from mgpu_slurm.core import files, log_lines
 from mgpu_slurm.core.errors import UserError
+from mgpu_slurm.core.formatting import program
+from mgpu_slurm.registry.sweep_state import confirmation_folder, confirmed_by, is_confirmation
 from mgpu_slurm.request import config as configs
 from mgpu_slurm.request.config import Config
 from mgpu_slurm.request.spec import read_spec
@@ -24,30 +27,14 @@ from mgpu_slurm.run_folder.layout import RunFolder
 from mgpu_slurm.run_folder.sweep_records import confirmation_of
 from mgpu_slurm.sweeps import hparams
 from mgpu_slurm.sweeps.search import sweep_file
-from mgpu_slurm.sweeps.search.parameters import Values
+from mgpu_slurm.sweeps.search.parameters import Values, kept
 from mgpu_slurm.sweeps.search.sweep import Sweep
+from mgpu_slurm.sweeps.search.sweep_options import Budget
 from mgpu_slurm.sweeps.study import summary
 from mgpu_slurm.sweeps.study import trial_queue as studies
 
 _OWN_KEYS = ("confirm", "warm_start", "seeds", "trials", "enqueue", "sampler", "pruner", "budget", "fixed", "study")
 """Keys of the sweep's file that a confirmation does not take over as they are."""
-
-
-def folder_of(sweep: RunFolder) -> RunFolder:
-    """Return the folder of a sweep's confirmation, whether it exists or not."""
-    return RunFolder(sweep.path.with_name(confirmation_of(sweep.path.name)))
-
-
-def is_confirmation(folder: RunFolder) -> bool:
-    """Return whether a sweep confirms another one, whose workers train its trials."""
-    return folder.tasks.is_symlink()
-
-
-def confirmed_by(folder: RunFolder) -> RunFolder:
-    """Return the sweep that a confirmation confirms; any other sweep itself."""
-    if not is_confirmation(folder):
-        return folder
-    return RunFolder(folder.path.with_name(os.readlink(folder.tasks).split("/")[1]))
 
 
 def refuse_as_sweep(folder: RunFolder) -> None:
@@ -63,9 +50,17 @@ def check(folder: RunFolder, sweep: Sweep) -> None:
     Raises:
         UserError: another run has its name, or it has begun with other seeds.
     """
-    own = folder_of(folder)
-    if sweep.confirm is None or not own.path.exists():
+    own = confirmation_folder(folder)
+    if sweep.confirm is None:
         return
+    trained = (configs.read_yaml(path) for path in folder.trials.glob("*/config.yaml"))
+    config = next(trained, None)
+    if config is not None and "seed" not in config:
+        raise UserError("confirm: the job's config has no `seed`: start a study whose job has `seed: int = 0`")
+    if not own.path.exists():
+        return
+    if not folder.path.exists() and is_confirmation(own):
+        raise UserError(f"confirm: study {own.run} is left of an earlier study: `{program()} clean {own.run}` first")
     if not is_confirmation(own):
         raise UserError(f"confirm: the confirmation would be study {own.run}, which exists: choose another study name")
     seeds = sweep_file.load(own.sweep).seed_values
@@ -87,26 +82,58 @@ def prepare(folder: RunFolder, sweep: Sweep, trials: Sequence[FrozenTrial]) -> R
     Returns:
         Its folder; None if there is nothing to confirm.
     """
-    own = folder_of(folder)
+    own = confirmation_folder(folder)
     points = best_points(trials, sweep)
     if not own.path.exists():
         if not points:
             return None
         _create(folder, own, _file(folder, sweep, points))
+    if confirmed_by(own) != folder:
+        log_lines.warn(f"nothing is confirmed: {own.run} is another run, which was created meanwhile")
+        return None
+    with files.locked(own.sweep_lock), files.locked(own.trials_lock):
+        _update(folder, sweep, own, points)
+    return own
+
+
+def _update(folder: RunFolder, sweep: Sweep, own: RunFolder, points: Sequence[Values]) -> None:
     known = sweep_file.load(own.sweep)
     points = [*known.enqueue, *(point for point in points if point not in known.enqueue)]
     study = studies.load(known, own.journal)
+    # before the number of trials is raised: none of them is drawn at random
+    studies.queue(study, points[len(studies.queued(study)) :])
     values = _file(folder, sweep, points)
     if values != configs.read_yaml(own.sweep):
         files.write_whole(own.sweep, configs.dump_yaml(values))
         if studies.why_over(study) is not None:
             # its budget may have been raised: the first worker checks whether it is still spent
             studies.set_over(study, None)
-    with files.locked(own.trials_lock):
-        studies.queue(study, points[len(studies.queued(study)) :])
     # workers may have been added to the sweep
     records.update_state(own, tasks=records.read_state(folder).tasks)
-    return own
+
+
+def left(folder: RunFolder, sweep: Sweep, trials: Sequence[FrozenTrial]) -> int:
+    """Return how many trials are still to be trained again; after a failure of the confirmation, it may continue.
+
+    Args:
+        trials: all trials of the sweep.
+    """
+    own = confirmation_folder(folder)
+    if sweep.confirm is None:
+        return 0
+    points = best_points(trials, sweep)
+    if not is_confirmation(own):
+        return len(points)
+    known = sweep_file.load(own.sweep)
+    study = studies.load(known, own.journal)
+    over = studies.why_over(study)
+    if over is not None and over.failed:
+        studies.set_over(study, None)
+    elif over is not None and known.budget == _budget(sweep):
+        return 0
+    return sum(point not in known.enqueue for point in points) + sum(
+        not trial.state.is_finished() for trial in study.get_trials(deepcopy=False)
+    )
 
 
 def best_points(trials: Sequence[FrozenTrial], sweep: Sweep) -> list[Values]:
@@ -123,7 +150,7 @@ def _file(folder: RunFolder, sweep: Sweep, points: Sequence[Values]) -> Config:
     """Return the sweep file of the confirmation."""
     assert sweep.confirm is not None
     kept = {key: value for key, value in configs.read_yaml(folder.sweep).items() if key not in _OWN_KEYS}
-    limits = {"hours": sweep.budget.hours, "gpu_hours": sweep.budget.gpu_hours}
+    limits = asdict(_budget(sweep))
     return {
         "study": confirmation_of(sweep.study),
         **kept,
@@ -135,6 +162,10 @@ def _file(folder: RunFolder, sweep: Sweep, points: Sequence[Values]) -> Config:
         "enqueue": list(points),
         "budget": {name: limit for name, limit in limits.items() if limit is not None},
     }
+
+
+def _budget(sweep: Sweep) -> Budget:
+    return Budget(hours=sweep.budget.hours, gpu_hours=sweep.budget.gpu_hours)
 
 
 def _create(folder: RunFolder, own: RunFolder, values: Config) -> None:
@@ -161,25 +192,25 @@ def _study(sweep: Sweep, staging: RunFolder) -> Study:
     try:
         return studies.create(sweep, staging.journal)
     except UserError:
-        # a worker was killed after it had created the study in a database
-        return studies.load(sweep, staging.journal)
+        study = studies.load(sweep, staging.journal)
+        if studies.queued(study) != [kept(point) for point in sweep.enqueue]:
+            raise
+        # a worker was killed after it had created it in the database
+        return study
 
 
 # -- inside the budget
 
 
-def seconds_needed(trials: Sequence[FrozenTrial], sweep: Sweep) -> float:
-    """Return about how many seconds the confirmation takes, summed over all workers; 0 if that is unknown."""
-    if sweep.confirm is None:
-        return 0.0
+def seconds_needed(trials: Sequence[FrozenTrial], sweep: Sweep) -> tuple[float, float]:
+    """Return about how long the confirmation takes: on the clock, and summed over all that train at the same time.
+
+    It is unknown, and 0, before a trial of the sweep is complete.
+    """
     lengths = [summary.length(trial) or 0.0 for trial in trials if trial.state == TrialState.COMPLETE]
-    if not lengths:
-        return 0.0
+    if sweep.confirm is None or not lengths:
+        return 0.0, 0.0
     top = min(sweep.confirm.top, len(lengths))
-    return sum(lengths) / len(lengths) / sweep.seeds * sweep.confirm.seeds * top
-
-
-def most_at_once(sweep: Sweep) -> int:
-    """Return how many of its trials are trained at the same time."""
-    top = 1 if sweep.confirm is None else sweep.confirm.top
-    return min(sweep.workers * sweep.trials_per_worker, top)
+    each = statistics.fmean(lengths) / sweep.seeds * sweep.confirm.seeds
+    rounds = math.ceil(top / (sweep.workers * sweep.trials_per_worker))
+    return rounds * each, top * each

@@ -215,7 +215,7 @@ def _extend(folder: RunFolder, sweep: Sweep, values: Config, options: Options, n
         # a call like this may raise the budget: the first worker checks whether it is still spent
         left = waiting_trials(study, sweep, is_over=False)
         if left is not None:
-            left += sweep_state.unconfirmed(folder, summary.summarize(study, sweep))
+            left += confirmation.left(folder, sweep, summary.own_trials(study))
         starting = workers_to_start(folder, sweep, found, left)
         is_full = is_alive and not spec.is_queued
         lines = _standing(old, sweep, len(trials), found) + _starts(len(starting), is_alive, is_full, options)
@@ -245,7 +245,7 @@ def resume(folder: RunFolder, change: Change, note: Note = quiet) -> str:
     Raises:
         UserError: nothing is left to do, or running workers leave no room for others.
     """
-    folder = confirmation.confirmed_by(folder)
+    folder = sweep_state.confirmed_by(folder)
     if change.profile is not None:
         raise UserError("--profile: a sweep's trials are not recorded: submit the job as a run")
     for name in change.restart.given | change.parallelism.given:
@@ -272,7 +272,7 @@ def resume(folder: RunFolder, change: Change, note: Note = quiet) -> str:
         # a worker that was killed may have recorded an end in the study, but not in this file
         summary.write(folder, study, sweep)
         if left is not None:
-            left += sweep_state.unconfirmed(folder, summary.summarize(study, sweep))
+            left += confirmation.left(folder, sweep, summary.own_trials(study))
         starting = workers_to_start(folder, sweep, found, left)
         if not starting:
             raise UserError(
@@ -288,7 +288,7 @@ def _standing(old: Sweep, new: Sweep, trials: int, found: Found) -> list[str]:
     if old.trials != new.trials:
         known = "as many as the budget allows" if new.trials is None else new.trials
         lines.append(f"trials    {known} (was {old.trials})")
-    for name in ("workers", "sampler", "pruner"):
+    for name in ("workers", "trials_per_worker", "sampler", "pruner"):
         before, now = getattr(old, name), getattr(new, name)
         if before != now:
             lines.append(f"{name:<9} {getattr(now, 'words', now)} (was {getattr(before, 'words', before)})")

@@ -116,7 +116,8 @@ def refuse_changes(old: Sweep, new: Sweep, change: Change) -> None:
     Raises:
         UserError: the file changes such a setting.
     """
-    told = [name for name in ("sampler", "pruner") if getattr(old, name) != getattr(new, name)]
+    settings = ("sampler", "pruner", "trials_per_worker")
+    told = [name for name in settings if getattr(old, name) != getattr(new, name)]
     if change:
         told.append("resources or code")
     if told:
@@ -136,7 +137,8 @@ def change_of(spec: Spec, old: Sweep, new: Sweep) -> Change:
         {name: _of(each.resources, name) for name in RESOURCE_FLAGS} | each.resources.sbatch for each in (old, new)
     )
     for name, value in before.items():
-        if value is not None and now.get(name) is None:
+        is_implied = name == "ntasks_per_node" and old.trials_per_worker > 1
+        if value is not None and now.get(name) is None and not is_implied:
             flag = name.replace("_", "-")
             raise UserError(f"resources: {flag} was {value} and is missing now: set resources.{flag}={value}")
     changed = [name for name in new.flags if _of(new.resources, name) != _of(spec.resources, name)]

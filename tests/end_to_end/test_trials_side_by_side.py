@@ -20,6 +20,7 @@ from tests.support import Project, wait_until
 JOB = """
     import os
     import signal
+    import subprocess
     import time
     from dataclasses import dataclass
 
@@ -40,8 +41,14 @@ JOB = """
         optimizer = torch.optim.SGD(model.parameters(), lr=config.lr)
         state = run.restore(model=model, optimizer=optimizer)
         print("has", sorted(os.sched_getaffinity(0)), torch.get_num_threads(), os.getpid(), flush=True)
+        if (run.folder / "child").exists():
+            pid = (run.folder / "child").read_text()
+            print("left" if os.path.exists(f"/proc/{pid}/exe") else "nothing left", flush=True)
         for epoch in state.epochs(config.epochs):
             if config.signal and config.lr == 0.1 and epoch == 3:
+                # as a launcher's script would, it outlives the one that has started it
+                child = subprocess.Popen(["sleep", "1000"], start_new_session=True)
+                (run.folder / "child").write_text(str(child.pid))
                 os.kill(os.getpid(), config.signal)
             if config.meets and epoch == 2:
                 # only another trial that is trained meanwhile creates the other file
@@ -110,6 +117,7 @@ def test_trial_that_kills_its_process_does_not_disturb_the_other(project: Projec
     assert [trial.state.name for trial in trials] == ["FAIL", "COMPLETE", "COMPLETE", "COMPLETE"]
     attempts = [records.attempts_started(of_trial(folder, number)) for number in range(4)]
     assert attempts == [2, 1, 1, 1]
+    assert "\nnothing left\n" in logs_of(of_trial(folder, 0))[1]
     told = project.call("status", "study").stdout
     assert "trial 0: its process was killed by SIGSEGV" in told
     # the worker itself has not been started again

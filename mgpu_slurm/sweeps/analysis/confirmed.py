@@ -8,8 +8,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 
 from mgpu_slurm.core.files import read_json
+from mgpu_slurm.core.formatting import counted
+from mgpu_slurm.registry import sweep_state
 from mgpu_slurm.run_folder.layout import RunFolder
-from mgpu_slurm.sweeps import confirmation
 from mgpu_slurm.sweeps.search import sweep_file
 from mgpu_slurm.sweeps.search.parameters import Values
 from mgpu_slurm.sweeps.search.sweep import Sweep
@@ -48,8 +49,10 @@ class Confirmation:
     study: str
     metric: str
     seeds: Sequence[int]
-    wanted: int
-    """Number of trials to train again."""
+    left: int
+    """Number of trials that are still to be trained again."""
+    without_result: int
+    """Number of those that failed, or have no value."""
     trials: Sequence[Confirmed]
     """Those that were trained with all seeds, best first."""
 
@@ -67,26 +70,29 @@ class Confirmation:
             for place, each in enumerate(self.trials)
         ]
         header = ["TRIAL", f"mean {self.metric}", f"WORSE BY ({CONFIDENCE:.0%} interval)", ""]
-        so_far = "" if len(self.trials) == self.wanted else f", {len(self.trials)} of {self.wanted} so far"
+        so_far = f"; {counted(self.left, 'trial')} left" if self.left else ""
+        so_far += f"; {counted(self.without_result, 'trial')} without a result" if self.without_result else ""
         table = tabulate(rows, header, tablefmt="plain", disable_numparse=True).splitlines() if rows else []
         seeds = ", ".join(map(str, self.seeds))
         return [f"confirmed with seeds {seeds}, as study {self.study}{so_far}", *(line.rstrip() for line in table)]
 
     def to_json(self) -> dict[str, object]:
         trials = [asdict(each) | {"is_worse": each.is_worse} for each in self.trials]
-        return {"study": self.study, "seeds": list(self.seeds), "wanted": self.wanted, "trials": trials}
+        counts = {"left": self.left, "without_result": self.without_result}
+        return {"study": self.study, "seeds": list(self.seeds), **counts, "trials": trials}
 
 
 def confirmed(folder: RunFolder) -> Confirmation | None:
     """Return the confirmation of a sweep; None if there is none yet."""
-    own = confirmation.folder_of(folder)
-    if not own.sweep.exists() or not confirmation.is_confirmation(own):
+    own = sweep_state.confirmation_folder(folder)
+    if not own.sweep.exists() or not sweep_state.is_confirmation(own):
         return None
     sweep, again = sweep_file.load(folder.sweep), sweep_file.load(own.sweep)
     ranked = summary.ranked(summary.own_trials(studies.load(sweep, folder.journal)), sweep)
-    numbers = [(trial.number, summary.parameters(trial, sweep)) for trial in reversed(ranked)]
+    numbers = [(trial.number, summary.parameters(trial, sweep)) for trial in ranked]
     found = []
-    for trial in summary.ranked(summary.own_trials(studies.load(again, own.journal)), again):
+    trials = summary.own_trials(studies.load(again, own.journal))
+    for trial in summary.ranked(trials, again):
         params = summary.parameters(trial, again)
         values = _by_seed(own.of_trial(trial.number), again)
         number = next((number for number, known in numbers if known == params), None)
@@ -94,21 +100,23 @@ def confirmed(folder: RunFolder) -> Confirmation | None:
             found.append(Confirmed(number, params, values, statistics.fmean(values.values())))
     is_maximized = sweep.direction == "maximize"
     found.sort(key=lambda each: (-each.mean if is_maximized else each.mean, each.number))
-    trials = compared(found, is_maximized)
-    return Confirmation(own.run, sweep.metric, again.seed_values, len(again.enqueue), trials)
+    left = sum(not trial.state.is_finished() for trial in trials)
+    without = len(trials) - left - len(found)
+    return Confirmation(own.run, sweep.metric, again.seed_values, left, without, compared(found, is_maximized))
 
 
 def compared(trials: Sequence[Confirmed], is_maximized: bool) -> list[Confirmed]:
     """Return trials with their differences to the best one, which is the first.
 
-    The differences are paired by seed. The intervals are Student's, and hold together (Bonferroni's correction).
+    The differences are paired by seed. The intervals are Student's, and hold together for all pairs (Bonferroni's
+    correction), as any trial could have come out best.
     """
-    made = list(trials[:1])
+    made, pairs = list(trials[:1]), math.comb(len(trials), 2)
     for each in trials[1:]:
         sign = -1 if is_maximized else 1
         paired = [sign * (value - trials[0].values[seed]) for seed, value in each.values.items()]
         difference = statistics.fmean(paired)
-        half = _quantile(len(trials) - 1, len(paired) - 1) * statistics.stdev(paired) / math.sqrt(len(paired))
+        half = _quantile(pairs, len(paired) - 1) * statistics.stdev(paired) / math.sqrt(len(paired))
         made.append(replace(each, difference=difference, interval=(difference - half, difference + half)))
     return made
 

@@ -24,7 +24,6 @@ from mgpu_slurm.run_folder.layout import RunFolder
 from mgpu_slurm.sweeps import hparams
 from mgpu_slurm.sweeps.client import copies, paused_trials, sweep_end
 from mgpu_slurm.sweeps.client.final_values import final_values, missing
-from mgpu_slurm.sweeps.client.left_trials import Predecessor
 from mgpu_slurm.sweeps.client.messages import Assignment, Leave
 from mgpu_slurm.sweeps.client.open_study import OpenStudy
 from mgpu_slurm.sweeps.client.trial import WorkerTrial
@@ -74,6 +73,11 @@ class StudyClient:
         return self._open.health
 
     @property
+    def _has_waited(self) -> bool:
+        """Whether it spent time without a trial."""
+        return self._health.has_waited or self._open.has_waited
+
+    @property
     def _sweep(self) -> Sweep:
         """The sweep file as last read."""
         return self._shared.sweep
@@ -96,6 +100,7 @@ class StudyClient:
             return order
         while True:
             self._shared.reread_sweep()
+            self._open.settle_deaths()
             over = self._open.end.why_over()
             has_failed = over is not None and over.failed
             if over is None and self._health.waits_for_news():
@@ -180,9 +185,9 @@ class StudyClient:
 
     def _assigned(self, attempt: int, seed: int | None = None) -> Assignment:
         own = self._running()
-        values = self._values
-        if self._sweep.sets_seeds:
-            values = values | {"seed": self._sweep.seed_values[0] if seed is None else seed}
+        # a command that takes the seed for its confirmation takes it always
+        given = self._sweep.seed_values[0] if seed is None and self._sweep.command and self._sweep.sets_seeds else seed
+        values = self._values | ({} if given is None else {"seed": given})
         words = trial_command.words_of(self._sweep.command, self._sweep.fixed | values)
         if words:
             folder = own.folder if seed is None else own.folder.of_seed(seed)
@@ -340,7 +345,7 @@ class StudyClient:
         """
         own = self._running()
         has_saved = has_saved or own.has_saved_seed
-        if is_late and self._begun == 1 and not self._health.has_waited and not has_saved:
+        if is_late and self._begun == 1 and not self._has_waited and not has_saved:
             # it had the whole time of a worker, and would get no further next time
             own.lose("no checkpoint within a worker's whole time limit (run.restore)")
         else:
@@ -364,9 +369,9 @@ class StudyClient:
 
     # -- after a death
 
-    def settle(self, replaced: Predecessor | None = None) -> None:
+    def settle(self) -> None:
         """Release what was left running; see `left_trials.settle`."""
-        self._open.settle(replaced)
+        self._open.settle()
 
     def _running(self) -> WorkerTrial:
         assert self._trial is not None

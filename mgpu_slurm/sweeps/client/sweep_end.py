@@ -15,7 +15,7 @@ from mgpu_slurm.core import log_lines
 from mgpu_slurm.core.errors import ClusterError
 from mgpu_slurm.core.files import locked
 from mgpu_slurm.registry import lookup
-from mgpu_slurm.run_folder import records
+from mgpu_slurm.run_folder import records, states
 from mgpu_slurm.run_folder.layout import RunFolder
 from mgpu_slurm.run_folder.sweep_records import SweepOver
 from mgpu_slurm.slurm import commands, job_identity
@@ -94,7 +94,11 @@ def dismiss_waiting(shared: WorkerStudy) -> None:
     counts = summary.counts(shared.trials(), shared.sweep)
     is_over = studies.why_over(shared.study) is not None
     is_over = is_over or not (counts["WAITING"] or counts["RUNNING"])
-    unstarted = [member for member in lookup.members(folder) if not records.attempts_started(member)]
+    unstarted = [
+        member
+        for member in lookup.members(folder)
+        if not records.attempts_started(member) and states.is_alive(records.read_state(member).state)
+    ]
     if not (is_over and unstarted and job_ids):
         return
     try:
@@ -134,17 +138,22 @@ def spent_time(sweep: Sweep, folder: RunFolder, gpus: int, trials: Sequence[Froz
         trials: as for `spent`.
     """
     budget = sweep.budget
-    seconds = confirmation.seconds_needed(trials, sweep)
-    rest = ", and the rest is for the confirmation" if seconds else ""
+    clock, summed = (seconds / 3600 for seconds in confirmation.seconds_needed(trials, sweep))
+    rest = ", and the rest is for the confirmation" if summed else ""
     if budget.hours is not None:
-        hours, needed = hours_since_start(folder), seconds / 3600 / confirmation.most_at_once(sweep)
-        if hours + needed >= budget.hours:
+        hours = hours_since_start(folder)
+        if hours >= _for_the_search(budget.hours, clock):
             return f"{hours:.2f} of {budget.hours:g} hours are over{rest}"
     if budget.gpu_hours is not None:
-        used, needed = worker_hours(folder) * gpus, seconds / 3600 * gpus / sweep.trials_per_worker
-        if used + needed >= budget.gpu_hours:
+        used = worker_hours(folder) * gpus
+        if used >= _for_the_search(budget.gpu_hours, summed * gpus / sweep.trials_per_worker):
             return f"{used:.2f} of {budget.gpu_hours:g} GPU-hours are used{rest}"
     return None
+
+
+def _for_the_search(limit: float, confirmation: float) -> float:
+    """Return the part of a budget that is for the search: at least half of it."""
+    return max(limit - confirmation, limit / 2)
 
 
 def since_best(trials: Sequence[FrozenTrial], sweep: Sweep) -> int:

@@ -103,12 +103,11 @@ class WorkerStudy:
         if found:
             log_lines.say(f"released trials of dead workers: {', '.join(map(str, found))}")
 
-    def show(self, leaving: int | None = None, replaces: int | None = None, **changes: Any) -> None:
+    def show(self, leaving: int | None = None, **changes: Any) -> None:
         """Change what `status` shows of the worker.
 
         Args:
             leaving: the attempt, if it has found nothing left to do.
-            replaces: a process of the worker that is shown no more.
         """
         process = self.worker.process
         # only for people: a full disk must not end a trial
@@ -118,7 +117,7 @@ class WorkerStudy:
             if state.attempts > self.worker.attempt:
                 return
             if process and leaving is None:
-                known = {number: each for number, each in (state.processes or {}).items() if number != str(replaces)}
+                known = state.processes or {}
                 changes = {"processes": {**known, str(process): {**known.get(str(process), {}), **changes}}}
             elif leaving is not None:
                 changes |= {"leaving": leaving, "processes": None}

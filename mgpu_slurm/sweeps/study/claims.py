@@ -61,6 +61,11 @@ def claims(trial: FrozenTrial) -> dict[int, int]:
     return {int(key[len(_CLAIM) :].partition("/")[0]): value for key, value in _claims(trial).items()}
 
 
+def claimants(trial: FrozenTrial) -> int:
+    """Return how many processes of workers claim the trial."""
+    return len(_claims(trial))
+
+
 def _claims(trial: FrozenTrial) -> dict[str, int]:
     attributes = trial.system_attrs.items()
     return {key: value for key, value in attributes if key.startswith(_CLAIM) and value is not None}

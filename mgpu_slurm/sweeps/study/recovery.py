@@ -86,7 +86,7 @@ def recover(study: Study, folder: RunFolder, sweep: Sweep, note: Note = quiet) -
         ]
         for trial in left:
             if claims := claiming.claims(trial):
-                release(study, folder, trial, _death(folder, found, claims), sweep)
+                release(study, folder, trial, _death(folder, found, claims, trial.number), sweep)
             else:
                 # a worker died while giving it back or releasing it
                 claiming.give_back(study, trial)
@@ -139,9 +139,9 @@ def _made(trial: RunFolder) -> RunFolder:
     return trial
 
 
-def _death(folder: RunFolder, found: dict[int | None, RunState], claims: dict[int, int]) -> Death:
+def _death(folder: RunFolder, found: dict[int | None, RunState], claims: dict[int, int], trial: int) -> Death:
     for worker, attempt in claims.items():
-        known = of_attempt(folder.of_task(worker), attempt)
+        known = of_attempt(folder.of_task(worker), attempt, trial)
         if known is not None:
             return known
     worker, attempt = next(iter(claims.items()))
@@ -153,12 +153,16 @@ def _death(folder: RunFolder, found: dict[int | None, RunState], claims: dict[in
     return Death(f"worker {worker} is {state.state}{how}")
 
 
-def of_attempt(worker: RunFolder, attempt: int) -> Death | None:
-    """Return how an attempt of a worker ended, if that was recorded where it ran."""
+def of_attempt(worker: RunFolder, attempt: int, trial: int) -> Death | None:
+    """Return how an attempt of a worker ended, if that was recorded where it ran.
+
+    Args:
+        trial: one that it had. It may have had others, whose code is not to blame for the end of this one.
+    """
     for event in records.events(worker):
         if event.event == "ended" and event.attempt == attempt and event.message is not None:
             message = first_line(event.message)
-            if event.trial is not None:
+            if event.trial == trial:
                 return Death(f"{event.error}: {message}", is_trials_fault=True)
             return Death(f"its ranks died: {message}")
     return None

@@ -34,8 +34,12 @@ from mgpu_slurm.request.spec import (
 from mgpu_slurm.run_folder import failures, records
 from mgpu_slurm.run_folder.record_types import Failure
 from mgpu_slurm.slurm.commands import THREADS_VARIABLE
-from mgpu_slurm.sweeps.client.left_trials import Predecessor
+from mgpu_slurm.sweeps.client import left_trials
 from mgpu_slurm.sweeps.study.recovery import Death
+from mgpu_slurm.training.speed import compiler_cache
+
+_MARK = "MGPU_PART_OF"
+"""Set in every process below one of a worker's processes, so that none outlives it."""
 
 LOOK_EVERY = 1.0
 """Seconds between two checks whether a process is stuck."""
@@ -69,10 +73,11 @@ class _Supervisor:
         self._folder = rank.folder
         self._count = count
         self._alive: list[_Process] = []
-        self._heard = False
-        """Whether this worker has been told to stop."""
+        self._heard: int | None = None
+        """The signal by which this worker has been told to stop."""
         self._codes: list[int] = []
         """Exit codes of the processes that have ended for good."""
+        self._oom_kills = processes.oom_kills()
         # signals to this process may not have reached those below it
         self._witness = processes.SignalWitness()
 
@@ -84,20 +89,19 @@ class _Supervisor:
         with suppress(OSError):
             # those of an earlier attempt
             records.update_state(self._folder, sync=False, processes=None)
-        oom_kills = processes.oom_kills()
-        self._alive = [self._start(number) for number in range(1, self._count + 1)]
+        for number in range(1, self._count + 1):
+            self._start(number)
         while self._alive:
             ready, _, _ = select.select([each.descriptor for each in self._alive], [], [], LOOK_EVERY)
             for each in list(self._alive):
                 if each.descriptor in ready:
-                    killed, oom_kills = processes.oom_kills() - oom_kills, processes.oom_kills()
-                    self._ended(each, out_of_memory=killed > 0)
+                    self._ended(each)
                 elif each.monitor.is_stuck():
                     each.child.kill()
         failed = [code for code in self._codes if code not in (0, REQUEUE_EXIT_CODE, TERMINATED_EXIT_CODE)]
         return max(failed, default=max(self._codes))
 
-    def _start(self, number: int, replaced: Predecessor | None = None) -> _Process:
+    def _start(self, number: int) -> None:
         parent = os.getpid()
         cores = share_of_cores((number - 1) % self._count, self._count, sorted(os.sched_getaffinity(0)))
 
@@ -109,36 +113,61 @@ class _Supervisor:
 
         words = [sys.executable, "-m", "mgpu_slurm.job", "worker", str(self._folder.path)]
         environ = variables(number, self._count, len(cores), self._rank.spec.resources.gpus_per_node, os.environ)
-        if replaced is not None:
-            environ |= replaced.variables()
-        child = subprocess.Popen(words, env=environ, preexec_fn=enter)
+        child = subprocess.Popen(words, env=environ | {_MARK: self._mark_of(number)}, preexec_fn=enter)
         monitor = GilMonitor(self._folder, self._rank.attempt, 60 * self._rank.spec.stuck_after, number)
-        return _Process(number, child, monitor)
+        self._alive.append(_Process(number, child, monitor))
+        if self._heard is not None:
+            # while it was being started
+            processes.tell(self._heard, [child.pid])
+
+    def _mark_of(self, number: int) -> str:
+        return f"{self._folder.path}:{self._rank.attempt}:{number}"
 
     def _pass_on(self, signum: int, frame: FrameType | None) -> None:
-        self._heard = True
+        self._heard = signum
         if not self._witness.has(signum):
             processes.tell(signum, [each.child.pid for each in self._alive])
 
-    def _ended(self, process: _Process, out_of_memory: bool) -> None:
+    def _ended(self, process: _Process) -> None:
         code = process.child.wait()
         code = 128 - code if code < 0 else code
         os.close(process.descriptor)
         process.monitor.conclude(self._rank.facts.node_name)
         self._alive.remove(process)
-        mark = self._folder.unfinished(self._rank.attempt, process.number)
-        is_told = self._heard or code in (REQUEUE_EXIT_CODE, TERMINATED_EXIT_CODE)
+        self._kill_left(process.number)
         failure = self._failure(process.number)
+        death = _death(failure, describe_exit(Ending(code, "its process")), self._is_out_of_memory())
+        mark = self._folder.unfinished(self._rank.attempt, process.number)
+        is_told = self._heard is not None or code in (REQUEUE_EXIT_CODE, TERMINATED_EXIT_CODE)
+        if code and not is_told:
+            left_trials.note_death(self._folder, self._rank.attempt, process.number, death)
         if is_told or not mark.exists() or failures.cause_of(failure) is failures.FORGERY:
             self._codes.append(code)
             return
         # the mark holds once: a process that reaches no trial is not replaced
         mark.unlink()
-        death = _death(failure, describe_exit(Ending(code, "its process")), out_of_memory)
         if code:
             log_lines.say(f"process {process.number}: {death.reason}: another one replaces it")
-        # with a number of its own, by which it claims trials and draws values, and with the same cores and GPU
-        self._alive.append(self._start(process.number + self._count, Predecessor(process.number, death)))
+        try:
+            # with a number of its own, by which it claims trials and draws values, and with the same cores and GPU
+            self._start(process.number + self._count)
+        except (OSError, subprocess.SubprocessError) as error:
+            # the others continue
+            log_lines.say(f"no process can be started: {error}")
+            self._codes.append(code or 1)
+            return
+        # what the trial's code has done is no cause of a later failure of the worker
+        self._folder.rank_failure(self._rank.attempt, process.number).unlink(missing_ok=True)
+
+    def _kill_left(self, number: int) -> None:
+        """Kill what a process has started and left behind: its trial is trained again, in the same folder."""
+        for pid in processes.with_variable(_MARK, self._mark_of(number)):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+    def _is_out_of_memory(self) -> bool:
+        before, self._oom_kills = self._oom_kills, processes.oom_kills()
+        return self._oom_kills > before
 
     def _failure(self, number: int) -> Failure:
         return Failure.from_json(read_json(self._folder.rank_failure(self._rank.attempt, number)) or {})
@@ -172,9 +201,13 @@ def variables(number: int, count: int, cores: int, gpus: int | None, environ: Ma
     """
     own = dict(environ) | {PROCESS_VARIABLE: str(number)}
     threads = own.get("OMP_NUM_THREADS", "")
-    if not (threads.isdigit() and int(threads) <= cores):
-        # it was for all cores of the worker
-        own["OMP_NUM_THREADS"] = own[THREADS_VARIABLE] = str(cores)
+    # it was for all cores of the worker
+    own["OMP_NUM_THREADS"] = own[THREADS_VARIABLE] = str(
+        max(1, min(cores, int(threads) // count)) if threads.isdigit() else cores
+    )
+    if own.get(compiler_cache.THREADS_VARIABLE) == threads:
+        # it followed from that one
+        del own[compiler_cache.THREADS_VARIABLE]
     if "SLURM_CPUS_PER_TASK" in own:
         own["SLURM_CPUS_PER_TASK"] = str(cores)
     if gpus:

@@ -24,8 +24,6 @@ from mgpu_slurm.rank.step_sync import Agreed, Call
 from mgpu_slurm.request import target
 from mgpu_slurm.run_folder.layout import RunFolder
 from mgpu_slurm.run_folder.records import now
-from mgpu_slurm.sweeps.client import left_trials
-from mgpu_slurm.sweeps.client.left_trials import Predecessor
 from mgpu_slurm.sweeps.client.messages import (
     RAISED_TOGETHER,
     Assignment,
@@ -57,9 +55,8 @@ def serve(rank: Rank, stop: StopFlag) -> None:
     target.use_snapshot(rank.folder.code / rank.spec.workdir)
     # a CUDA context here would take GPU memory from the commands
     own_device = torch.device("cpu") if rank.spec.target.is_command else None
-    replaced = left_trials.take_predecessor()
     with entry.joined(rank, own_device) as device, closing(Collectives(rank.facts, RAISED_TOGETHER)) as collectives:
-        client = _client(rank, collectives, replaced)
+        client = _client(rank, collectives)
         trainer: Trainer
         if rank.spec.target.is_command:
             trainer = CommandTrainer(rank, stop, collectives, client)
@@ -69,18 +66,14 @@ def serve(rank: Rank, stop: StopFlag) -> None:
             WorkerRank(rank, stop, collectives, client, trainer).serve()
 
 
-def _client(rank: Rank, collectives: Collectives, replaced: Predecessor | None) -> StudyClient | None:
-    """Return the study client on rank 0, None on others; if it fails, all ranks raise the error.
-
-    Args:
-        replaced: the process that this one replaces.
-    """
+def _client(rank: Rank, collectives: Collectives) -> StudyClient | None:
+    """Return the study client on rank 0, None on others; if it fails, all ranks raise the error."""
     made: list[StudyClient] = []
 
     def make() -> None:
         keep_freed_memory()
         client = StudyClient(rank.folder, rank.spec, rank.attempt, rank.process)
-        client.settle(replaced)
+        client.settle()
         made.append(client)
 
     collectives.broadcast_from_rank0(make)

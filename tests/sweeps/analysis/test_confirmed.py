@@ -40,15 +40,15 @@ def test_intervals_are_wider_if_more_trials_are_compared() -> None:
     values = [trial(0, 1.0, 1.1, 1.2), trial(1, 1.2, 1.1, 1.3), trial(2, 2.0, 2.1, 2.2)]
     alone, together = compared(values[:2], False)[1], compared(values, False)[1]
     assert together.difference == alone.difference
-    # 6.205 is the quantile for 1 - 0.05 / 2 / 2
+    # 7.649 is the quantile for 1 - 0.05 / 2 / 3, as there are three pairs
     assert (together.interval[1] - together.difference) / (alone.interval[1] - alone.difference) == pytest.approx(
-        6.205 / 4.303, rel=1e-3
+        7.649 / 4.303, rel=1e-3
     )
 
 
 def test_table_says_what_may_be_as_good() -> None:
     trials = compared([trial(4, 1.0, 1.1, 1.2), trial(7, 1.2, 1.1, 1.3), trial(2, 2.0, 2.1, 2.2)], False)
-    lines = Confirmation("s-confirm", "loss", range(1, 4), 5, trials).lines()
-    assert lines[0] == "confirmed with seeds 1, 2, 3, as study s-confirm, 3 of 5 so far"
+    lines = Confirmation("s-confirm", "loss", range(1, 4), 2, 1, trials).lines()
+    assert lines[0] == "confirmed with seeds 1, 2, 3, as study s-confirm; 2 trials left; 1 trial without a result"
     assert [line.split()[0] for line in lines[1:]] == ["TRIAL", "4", "7", "2"]
     assert [line.endswith(end) for line, end in zip(lines[2:], ("best", "may be as good", "worse"), strict=True)]

@@ -11,14 +11,19 @@ import pytest
 from mgpu_slurm.core.errors import UserError
 from mgpu_slurm.core.files import write_whole
 from mgpu_slurm.rank.signals import Stop
+from mgpu_slurm.registry import sweep_state
+from mgpu_slurm.registry.sweep_state import confirmation_folder
 from mgpu_slurm.request import config as configs
 from mgpu_slurm.run_folder import layout, records
 from mgpu_slurm.run_folder.layout import RunFolder
+from mgpu_slurm.run_folder.record_types import RunState
+from mgpu_slurm.run_folder.sweep_records import SweepOver
 from mgpu_slurm.sweeps import confirmation
 from mgpu_slurm.sweeps.analysis.confirmed import confirmed
 from mgpu_slurm.sweeps.client import study_client, sweep_end
 from mgpu_slurm.sweeps.client.messages import Assignment
 from mgpu_slurm.sweeps.client.study_client import StudyClient
+from mgpu_slurm.sweeps.study import summary, trial_queue
 from tests.on_slurm.packages import DATABASE_PASSWORD
 from tests.postgresql import Server
 from tests.sweeps.sweeps import begin, finish, kill, leave, make, states, study_of, sweep_of, worker
@@ -36,7 +41,7 @@ def make_confirmed(base: Path, **values: Any) -> RunFolder:
 
 def score_of(order: Assignment) -> float:
     """Other seeds have other values, and the point that was found as the second best is better with them."""
-    x, seed = order.values["x"], order.values["seed"]
+    x, seed = order.values["x"], order.values.get("seed", 0)
     assert isinstance(x, float)
     assert isinstance(seed, int)
     return x + (0.5 + 0.001 * seed if x == 0.7 and order.study == "s-confirm" else 0.0)
@@ -145,7 +150,7 @@ def test_sweep_that_fails_or_has_no_result_is_not_confirmed(tmp_path: Path) -> N
         part.prune("score is nan", 1)
     leave(part)
     assert states(folder) == ["PRUNED"] * 4
-    assert not confirmation.folder_of(folder).path.exists()
+    assert not confirmation_folder(folder).path.exists()
 
 
 def test_confirmation_stops_when_the_budget_is_spent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,7 +159,7 @@ def test_confirmation_stops_when_the_budget_is_spent(tmp_path: Path, monkeypatch
     part = worker(folder, 0)
     train_sweep(part)
     train(part)
-    own = confirmation.folder_of(folder)
+    own = confirmation_folder(folder)
     assert configs.read_yaml(own.sweep)["budget"] == {"hours": 100.0}
     for each in (folder, own):
         write_whole(each.sweep, configs.dump_yaml(configs.read_yaml(each.sweep) | {"budget": {"hours": 1e-6}}))
@@ -168,7 +173,7 @@ def test_half_made_confirmation_of_a_killed_worker_is_made_again(tmp_path: Path)
     folder = make_confirmed(tmp_path)
     part = worker(folder, 0)
     train_sweep(part)
-    own = confirmation.folder_of(folder)
+    own = confirmation_folder(folder)
     half = own.path.with_name(f"{layout.STAGING_PREFIX}{own.run}")
     half.mkdir()
     (half / "sweep.yaml").write_text("study: s-con")
@@ -184,11 +189,75 @@ def test_confirmation_in_a_database(tmp_path: Path, postgresql: Server, monkeypa
     train_sweep(part)
     assert train(part).study == "s-confirm"
     # as if the worker had been killed after it had created the study
-    shutil.rmtree(confirmation.folder_of(folder).path)
+    shutil.rmtree(confirmation_folder(folder).path)
     again = worker(folder, 0, attempt=2)
     again.settle()
     assert [train(again).study for _ in range(6)] == ["s-confirm"] * 6
     leave(again)
+
+
+def test_only_as_many_workers_wait_as_are_enough(tmp_path: Path) -> None:
+    folder = make_confirmed(tmp_path, confirm={"top": 1, "seeds": 2}, workers=3)
+    first, other, third = (worker(folder, number) for number in range(3))
+    orders = [begin(first), begin(other), begin(third)]
+    finish(other, score_of(orders[1]))
+    last = begin(other)
+    finish(third, score_of(orders[2]))
+    # the first one is enough, once it has no trial any more
+    leave(third)
+    finish(first, score_of(orders[0]))
+    assert first.next(Stop.NO) is None
+    finish(other, score_of(last))
+    assert begin(first).study == "s-confirm"
+
+
+class TestContinuing:
+    """What is left of a confirmation after its workers have ended."""
+
+    def left(self, folder: RunFolder, **changes: Any) -> int:
+        values = configs.read_yaml(folder.sweep) | changes
+        write_whole(folder.sweep, configs.dump_yaml(values))
+        return confirmation.left(folder, sweep_of(folder), study_of(folder).trials)
+
+    def test_trials_are_left_until_each_has_ended(self, tmp_path: Path) -> None:
+        folder = make_confirmed(tmp_path)
+        part = worker(folder, 0)
+        train_sweep(part)
+        assert self.left(folder) == 2
+        for _ in range(3):
+            train(part)
+        part.next(Stop.NO)
+        assert self.left(folder) == 1
+        finish(part, 0.5)
+        for _ in range(2):
+            train(part)
+        leave(part)
+        assert self.left(folder) == 0
+        assert self.left(folder, confirm={"top": 4, "seeds": 3}) == 2
+
+    def test_spent_budget_leaves_nothing_until_it_is_raised(self, tmp_path: Path) -> None:
+        folder = make_confirmed(tmp_path, budget={"hours": 5})
+        part = worker(folder, 0)
+        train_sweep(part)
+        train(part)
+        own = study_of(confirmation_folder(folder))
+        trial_queue.set_over(own, SweepOver(reason="5.00 of 5 hours are over"))
+        assert self.left(folder) == 0
+        assert self.left(folder, budget={"hours": 7}) == 2
+
+    def test_failed_confirmation_may_be_tried_again(self, tmp_path: Path) -> None:
+        folder = make_confirmed(tmp_path)
+        part = worker(folder, 0)
+        train_sweep(part)
+        train(part)
+        own = study_of(confirmation_folder(folder))
+        trial_queue.set_over(own, SweepOver(reason="all trials fail", failed=True))
+        summary.write(confirmation_folder(folder), own, sweep_of(confirmation_folder(folder)))
+        summary.write(folder, study_of(folder), sweep_of(folder))
+        told = sweep_state.summary_of(folder)
+        assert sweep_state.overall([RunState(state="FAILED")], told) == "FAILED"
+        assert self.left(folder) == 2
+        assert trial_queue.why_over(study_of(confirmation_folder(folder))) is None
 
 
 class TestRefusals:
@@ -198,8 +267,28 @@ class TestRefusals:
         train_sweep(part)
         begin(part)
         with pytest.raises(UserError, match="study s-confirm confirms study s, whose workers train it: name s instead"):
-            confirmation.refuse_as_sweep(confirmation.folder_of(folder))
+            confirmation.refuse_as_sweep(confirmation_folder(folder))
         confirmation.refuse_as_sweep(folder)
+
+    def test_job_without_a_seed_is_refused(self, tmp_path: Path) -> None:
+        folder = make_confirmed(tmp_path)
+        part = worker(folder, 0)
+        config = folder.of_trial(train(part).number).config
+        config.write_text("x: 0.1\nseed: 0\n")
+        confirmation.check(folder, sweep_of(folder))
+        config.write_text("x: 0.1\n")
+        with pytest.raises(UserError, match="the job's config has no `seed`"):
+            confirmation.check(folder, sweep_of(folder))
+
+    def test_confirmation_of_an_earlier_study_is_not_continued(self, tmp_path: Path) -> None:
+        folder = make_confirmed(tmp_path)
+        part = worker(folder, 0)
+        train_sweep(part)
+        begin(part)
+        sweep = sweep_of(folder)
+        shutil.rmtree(folder.path)
+        with pytest.raises(UserError, match=r"study s-confirm is left of an earlier study: .* clean s-confirm"):
+            confirmation.check(folder, sweep)
 
     def test_other_number_of_seeds_is_refused(self, tmp_path: Path) -> None:
         folder = make_confirmed(tmp_path)
@@ -215,6 +304,12 @@ class TestRefusals:
 
     def test_other_run_of_its_name_is_not_touched(self, tmp_path: Path) -> None:
         folder = make_confirmed(tmp_path)
-        RunFolder(tmp_path / "s-confirm").create()
+        part = worker(folder, 0)
+        train_sweep(part)
+        other = RunFolder(tmp_path / "s-confirm")
+        other.create()
+        write_whole(other.sweep, "study: s-confirm")
+        leave(part)
+        assert other.sweep.read_text() == "study: s-confirm"
         with pytest.raises(UserError, match="the confirmation would be study s-confirm, which exists"):
             confirmation.check(folder, sweep_of(folder))

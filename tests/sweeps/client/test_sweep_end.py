@@ -126,19 +126,21 @@ def with_lengths(*hours: float) -> list[FrozenTrial]:
 
 
 @pytest.mark.parametrize(
-    ("budget", "gpus", "told"),
+    ("budget", "gpus", "seeds", "told"),
     [
-        ({"hours": 7.1}, 0, None),
-        # two trials at a time, five seeds of an hour each: another five hours
-        ({"hours": 6.9}, 0, "2.00 of 6.9 hours are over, and the rest is for the confirmation"),
-        ({"gpu_hours": 29}, 2, None),
-        ({"gpu_hours": 27}, 2, "8.00 of 27 GPU-hours are used, and the rest is for the confirmation"),
+        # two trials at a time, two seeds of an hour each: another two hours
+        ({"hours": 4.1}, 0, 2, None),
+        ({"hours": 3.9}, 0, 2, "2.00 of 3.9 hours are over, and the rest is for the confirmation"),
+        ({"gpu_hours": 17}, 2, 2, None),
+        ({"gpu_hours": 15.9}, 2, 2, "8.00 of 15.9 GPU-hours are used, and the rest is for the confirmation"),
+        # at least half of it is for the search
+        ({"hours": 4.1}, 0, 50, None),
     ],
 )
 def test_rest_of_the_budget_is_for_the_confirmation(
-    budget: dict[str, float], gpus: int, told: str | None, tmp_path: Path
+    budget: dict[str, float], gpus: int, seeds: int, told: str | None, tmp_path: Path
 ) -> None:
-    folder = make(tmp_path, budget=budget, confirm={"top": 2, "seeds": 5})
+    folder = make(tmp_path, budget=budget, confirm={"top": 2, "seeds": seeds})
     for number in (0, 1):
         worked(folder, number, (2, 0))
     found = with_lengths(0.5, 1.5)

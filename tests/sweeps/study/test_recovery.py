@@ -147,3 +147,13 @@ def test_concurrent_recoveries_release_the_trial_once(tmp_path: Path) -> None:
         found = pool.map(recovered_by_another, [folder] * 8, chunksize=1)
     assert sorted(number for numbers in found for number in numbers) == [0]
     assert (losses(folder, 0), len(lost(folder, 0))) == (1, 1)
+
+
+def test_error_of_one_trial_is_not_blamed_on_another(tmp_path: Path) -> None:
+    own = make(tmp_path).of_task(0)
+    own.create_task()
+    records.record_event(own, "ended", attempt=1, error="RuntimeError", message="CUDA error", trial=7)
+    assert recovery.of_attempt(own, 1, 7) == recovery.Death("RuntimeError: CUDA error", is_trials_fault=True)
+    other = recovery.of_attempt(own, 1, 8)
+    assert other is not None
+    assert not other.is_trials_fault

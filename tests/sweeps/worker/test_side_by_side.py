@@ -8,11 +8,11 @@ import pytest
 
 from mgpu_slurm.rank.signals import Stop
 from mgpu_slurm.run_folder import records
-from mgpu_slurm.sweeps.client.left_trials import Predecessor, take_predecessor
+from mgpu_slurm.sweeps.client import left_trials
 from mgpu_slurm.sweeps.study import claims as claiming
 from mgpu_slurm.sweeps.study.recovery import Death
 from mgpu_slurm.sweeps.worker.side_by_side import share_of_cores, variables
-from tests.sweeps.sweeps import begin, leave, make, study_of, worker
+from tests.sweeps.sweeps import begin, finish, leave, make, study_of, worker
 
 
 @pytest.mark.parametrize(
@@ -49,8 +49,9 @@ def test_gpus_and_their_memory_are_divided(
 
 def test_process_has_as_many_threads_as_cores() -> None:
     assert variables(1, 2, 4, None, {"OMP_NUM_THREADS": "8"})["OMP_NUM_THREADS"] == "4"
+    # a part of what the worker may use, which may be less than its cores
+    assert variables(1, 2, 4, None, {"OMP_NUM_THREADS": "4"})["OMP_NUM_THREADS"] == "2"
     assert variables(1, 2, 4, None, {})["OMP_NUM_THREADS"] == "4"
-    # fewer, as the user wants
     assert variables(1, 2, 4, None, {"OMP_NUM_THREADS": "1"})["OMP_NUM_THREADS"] == "1"
     # by which a rank under SLURM counts them
     assert variables(1, 2, 4, None, {"SLURM_CPUS_PER_TASK": "8"})["SLURM_CPUS_PER_TASK"] == "4"
@@ -61,26 +62,40 @@ def test_process_has_as_many_threads_as_cores() -> None:
 DEATH = Death("its process was killed by SIGKILL")
 
 
-def test_process_knows_once_which_one_it_replaces() -> None:
-    replaced = Predecessor(2, DEATH)
-    environ = replaced.variables()
-    assert take_predecessor(environ) == replaced
-    assert take_predecessor(environ) is None
-
-
 def test_trial_of_a_dead_process_is_queued_again(tmp_path: Path) -> None:
     folder = make(tmp_path, trials=4)
     number = begin(worker(folder, 0, process=1)).number
     other = worker(folder, 0, process=2)
     kept = begin(other).number
+    left_trials.note_death(folder.of_task(0), 1, 1, DEATH)
     again = worker(folder, 0, process=3)
-    again.settle(Predecessor(1, DEATH))
+    again.settle()
     # the trial of the other process is not touched
     assert [study_of(folder).trials[each].state.name for each in (number, kept)] == ["WAITING", "RUNNING"]
-    assert [each.trial for each in records.read_state(folder.of_task(0)).by_process()] == [kept, None]
     order = begin(again)
     assert (order.number, order.attempt) == (number, 2)
     assert other.report(1, {"score": 0.5}).prune_reason is None
+
+
+def test_idle_process_continues_the_trial_of_one_that_is_not_replaced(tmp_path: Path) -> None:
+    folder = make(tmp_path, trials=1)
+    number = begin(worker(folder, 0, process=1)).number
+    other = worker(folder, 0, process=2)
+    assert other.next(Stop.NO) is None
+    left_trials.note_death(folder.of_task(0), 1, 1, DEATH)
+    order = begin(other)
+    assert (order.number, order.attempt) == (number, 2)
+
+
+def test_trial_in_the_confirmation_is_found_too(tmp_path: Path) -> None:
+    folder = make(tmp_path, trials=1, confirm={"top": 1, "seeds": 2})
+    part = worker(folder, 0, process=1)
+    begin(part)
+    finish(part, 0.5)
+    assert begin(part).study == "s-confirm"
+    left_trials.note_death(folder.of_task(0), 1, 1, DEATH)
+    order = begin(worker(folder, 0, process=2))
+    assert (order.study, order.number) == ("s-confirm", 0)
 
 
 def test_trial_that_another_process_has_continued_is_not_taken_away(tmp_path: Path) -> None:
@@ -90,8 +105,22 @@ def test_trial_that_another_process_has_continued_is_not_taken_away(tmp_path: Pa
     first.give_back(is_late=False, has_saved=True)
     other = worker(folder, 0, process=2)
     assert begin(other).number == number
-    worker(folder, 0, process=3).settle(Predecessor(1, DEATH))
+    left_trials.note_death(folder.of_task(0), 1, 1, DEATH)
+    worker(folder, 0, process=3).settle()
     assert study_of(folder).trials[number].state.name == "RUNNING"
+
+
+def test_process_that_dies_while_another_takes_its_trial_does_not_disturb_it(tmp_path: Path) -> None:
+    folder = make(tmp_path, trials=4)
+    other = worker(folder, 0, process=2)
+    number = begin(other).number
+    study = study_of(folder)
+    # it had written its claim, and did not learn any more that the other one was faster
+    study._storage.set_trial_system_attr(study.trials[0]._trial_id, claiming.Worker(0, 1, process=1).claim, 1)
+    left_trials.note_death(folder.of_task(0), 1, 1, DEATH)
+    worker(folder, 0, process=3).settle()
+    assert study_of(folder).trials[number].state.name == "RUNNING"
+    assert other.report(1, {"score": 0.5}).prune_reason is None
 
 
 def test_process_that_was_slower_leaves_the_claim_of_the_other(tmp_path: Path) -> None:
