@@ -36,6 +36,11 @@ def counted(number: int, thing: str) -> str:
     return f"{number} {thing}" if number == 1 else f"{number} {thing}s"
 
 
+def short_value(value: object) -> str:
+    """Return a value of a parameter or metric for a table, with four digits at most."""
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
 def first_line(text: str) -> str:
     """Return the first line of a text; an empty string if it has none."""
     return (text.splitlines() or [""])[0]

@@ -8,7 +8,7 @@ from datetime import datetime, timezone
 from itertools import chain
 from pathlib import Path
 
-from mgpu_slurm.core.formatting import duration, program, short_path, time_of
+from mgpu_slurm.core.formatting import duration, program, short_path, short_value, time_of
 from mgpu_slurm.registry.sweep_state import overall, reason, summary_of
 from mgpu_slurm.request.spec import read_spec
 from mgpu_slurm.run_folder import records, states
@@ -118,11 +118,7 @@ def _values(summary: SweepSummary, trial: TrialSummary) -> str:
 
 
 def parameters(values: Mapping[str, object]) -> str:
-    return "  ".join(f"{name}={_short(value)}" for name, value in values.items())
-
-
-def _short(value: object) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+    return "  ".join(f"{name}={short_value(value)}" for name, value in values.items())
 
 
 def _spent(folder: RunFolder, workers: int, summary: SweepSummary) -> str:
@@ -167,7 +163,7 @@ def _workers(workers: Sequence[RunState]) -> list[str]:
     for worker in chain.from_iterable(each.by_process() for each in sorted(workers, key=_by_life)):
         trial = worker.trial
         has_trial = trial is not None and worker.state == states.RUNNING
-        metrics = "  ".join(f"{name}={_short(value)}" for name, value in worker.metrics.items()) if has_trial else ""
+        metrics = parameters(worker.metrics) if has_trial else ""
         rows.append(
             [
                 worker.run.rpartition("/")[2],

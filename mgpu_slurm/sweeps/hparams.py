@@ -97,7 +97,7 @@ def write_end(trial: RunFolder, sweep: Sweep, end: End, result: Mapping[str, flo
     """
     trial.tensorboard.mkdir(parents=True, exist_ok=True)
     result = result or {}
-    reported, step = _last_report(trial)
+    reported, step = reported_by(trial)
     scalars = {name: value for name, value in result.items() if reported.get(name) != value}
     # a trial with a NaN or infinite value is pruned even without a pruner; a failed trial is marked by its status
     if end == "pruned" or (end == "done" and sweep.pruner.name != "none"):
@@ -110,17 +110,18 @@ def write_end(trial: RunFolder, sweep: Sweep, end: End, result: Mapping[str, flo
 def write_metric(trial: RunFolder, name: str, value: float) -> None:
     """Write a metric of a trial that has ended, which replaces an earlier value."""
     trial.tensorboard.mkdir(parents=True, exist_ok=True)
-    _, step = _last_report(trial)
+    _, step = reported_by(trial)
     _write_session(trial, name.replace("/", "-"), [_scalar(name, value)], step)
 
 
-def _last_report(trial: RunFolder) -> tuple[dict[str, float], int]:
-    """Return the last value of each metric, and the last step."""
+def reported_by(trial: RunFolder, until: float = math.inf) -> tuple[dict[str, float], int]:
+    """Return the last value of each metric that a trial has reported up to a progress, and the step of the last one."""
     values: dict[str, float] = {}
     step = 0
     for record in read_jsonl(trial.metrics):
-        values |= record["metrics"]
-        step = record["step"]
+        if record["progress"] <= until:
+            values |= record["metrics"]
+            step = record.get("step", step)
     return values, step
 
 

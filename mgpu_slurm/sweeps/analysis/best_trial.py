@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mgpu_slurm.core.errors import UserError
-from mgpu_slurm.core.formatting import counted, program, short_path
+from mgpu_slurm.core.formatting import counted, program, short_path, short_value
 from mgpu_slurm.registry import sweep_state
 from mgpu_slurm.request import config as configs
 from mgpu_slurm.request.config import Config
@@ -90,7 +90,7 @@ class Front:
             [
                 str(trial.number),
                 *(f"{value:.6g}" for value in (trial.values or {}).values()),
-                *(_short(trial.params[name]) if name in trial.params else "" for name in params),
+                *(short_value(trial.params[name]) if name in trial.params else "" for name in params),
             ]
             for trial in self.trials
         ]
@@ -235,10 +235,6 @@ def _flags(resources: Flags) -> str:
         else:
             words.append(f"--{name} {shlex.quote(str(value))}")
     return "".join(f"{word} " for word in words)
-
-
-def _short(value: object) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def _number(value: float) -> str:

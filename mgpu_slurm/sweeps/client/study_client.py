@@ -96,6 +96,8 @@ class StudyClient:
             if stop is Stop.END:
                 return Leave(TERMINATED_EXIT_CODE, "asked to end")
             return Leave(REQUEUE_EXIT_CODE, "the time limit is near")
+        if self._trial is not None and self._has_failed():
+            self.let_go()
         if self._trial is not None and (order := self._next_seed()) is not None:
             return order
         while True:
@@ -126,6 +128,11 @@ class StudyClient:
             if assignment is not None:
                 self._shared.write_summary(at_once=False)
                 return assignment
+
+    def _has_failed(self) -> bool:
+        """Return whether the sweep has failed, so that not even other seeds of a trial are trained."""
+        over = studies.why_over(self._shared.study)
+        return over is not None and over.failed
 
     def _leaves(self) -> bool:
         """Announce that this worker leaves; return False instead if the sweep file has changed."""
@@ -176,8 +183,7 @@ class StudyClient:
         own.record_parameters()
         with hparams.may_fail():
             hparams.write_start(own.folder, self._sweep, values, own.frozen().distributions)
-        told = f"of {self._open.confirms}" if self._open.confirms else ""
-        self._shared.show(trial=own.number, progress=0, metrics={}, reason=told)
+        self._shared.show(trial=own.number, progress=0, metrics={}, reason=self._which(own))
         again = f", attempt {own.attempt}" if own.attempt > 1 else ""
         print(f"-- trial {own.number}{again}: {words_of(values)}", flush=True)
         self._values = values
@@ -212,6 +218,7 @@ class StudyClient:
         attempt = records.attempts_started(run) + 1
         records.settle_event(run, "started", attempt=attempt, worker=self._shared.worker.number)
         print(f"-- trial {own.number}: seed {seed}, attempt {attempt}", flush=True)
+        self._shared.show(reason=self._which(own))
         return self._assigned(attempt, seed)
 
     def _judge_means(self, own: WorkerTrial) -> None:
@@ -226,6 +233,11 @@ class StudyClient:
             self.prune(verdict.prune_reason, target)
         elif verdict.pauses:
             self._pause(target)
+
+    def _which(self, own: WorkerTrial) -> str:
+        """Return what `status` shows besides a trial's number."""
+        told = [f"of {self._open.confirms}"] if self._open.confirms else []
+        return ", ".join([*told, *([] if own.seeds is None else [f"seed {self._seed}"])])
 
     def _chosen(self, trial: Trial) -> Values | None:
         if isinstance(self._sweep.space, Space):
@@ -259,7 +271,7 @@ class StudyClient:
         shown: dict[str, Any] = {"progress": progress, "metrics": metrics}
         if own.last_value is None:
             lacks = missing(self._sweep.metric, metrics)
-            shown["reason"] = f"the job has not reported {lacks} yet" if value is None else ""
+            shown["reason"] = f"the job has not reported {lacks} yet" if value is None else self._which(own)
         self._shared.show(**shown)
         if self._shared.summary_is_due:
             self._shared.write_summary(at_once=False)

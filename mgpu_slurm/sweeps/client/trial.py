@@ -79,10 +79,10 @@ class WorkerTrial:
     def _known_metrics(self, frozen: FrozenTrial) -> dict[str, float]:
         copied = copy_of(frozen)
         if copied is None:
-            return last_metrics_of(self.folder)
+            return hparams.reported_by(self.folder)[0]
         # it continues from the checkpoint of another one
         source = self._sweep_folder.of_trial(copied.source)
-        return last_metrics_of(source, copied.progress) | last_metrics_of(self.folder)
+        return hparams.reported_by(source, copied.progress)[0] | hparams.reported_by(self.folder)[0]
 
     def frozen(self) -> FrozenTrial:
         """Return the trial's current state in the study."""
@@ -341,15 +341,6 @@ class WorkerTrial:
     def _end(self, how: str) -> None:
         self.record("ended", how=how)
         print(f"-- trial {self.number}: {how}  ({time.monotonic() - self._began:.1f} s)", flush=True)
-
-
-def last_metrics_of(run: RunFolder, until: float = math.inf) -> dict[str, float]:
-    """Return the last value of each metric that a run has reported up to a progress."""
-    found: dict[str, float] = {}
-    for record in read_jsonl(run.metrics):
-        if record["progress"] <= until:
-            found |= record["metrics"]
-    return found
 
 
 def _keep_apart(folder: RunFolder, trial: FrozenTrial) -> None:

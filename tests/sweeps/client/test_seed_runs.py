@@ -13,11 +13,13 @@ from mgpu_slurm.metrics.report_socket import CONTINUE, PAUSE, Verdict
 from mgpu_slurm.rank.signals import Stop
 from mgpu_slurm.run_folder import records
 from mgpu_slurm.run_folder.layout import RunFolder
+from mgpu_slurm.run_folder.sweep_records import SweepOver
 from mgpu_slurm.sweeps import optuna_adapter
 from mgpu_slurm.sweeps.client.messages import Assignment, Leave, Superseded
 from mgpu_slurm.sweeps.client.study_client import StudyClient
+from mgpu_slurm.sweeps.study import trial_queue
 from mgpu_slurm.sweeps.study.snapshots import UNTIL, until_of
-from tests.sweeps.sweeps import begin, kill, make, states, study_of, worker
+from tests.sweeps.sweeps import begin, kill, leave, make, states, study_of, worker
 
 ASHA = {"name": "asha", "min_resource": 1, "max_resource": 9, "reduction_factor": 3}
 HYPERBAND = {"name": "hyperband", "min_resource": 1, "max_resource": 3}
@@ -306,3 +308,25 @@ def test_checkpoints_of_all_seeds_are_trimmed_and_deleted(tmp_path: Path) -> Non
     assert kept == [[], [], []]
     assert states(folder) == ["PRUNED", "WAITING", "RUNNING"]
     assert [len(list(run.checkpoints.glob("*"))) for run in folder.of_trial(1).with_seeds()] == [0, 1, 1]
+
+
+def test_status_tells_the_seed(tmp_path: Path) -> None:
+    folder = make_seeded(tmp_path, pruner=ASHA, fixed={"seed": 7})
+    part = worker(folder, 0)
+    for seed in (7, 8):
+        order = begin(part)
+        assert records.read_state(folder.of_task(0)).reason == f"seed {seed}"
+        report(part, folder, order, 1, 0.5)
+        assert records.read_state(folder.of_task(0)).reason == f"seed {seed}"
+        part.pause(1)
+
+
+def test_no_other_seed_is_trained_once_the_sweep_has_failed(tmp_path: Path) -> None:
+    folder = make_seeded(tmp_path)
+    part = worker(folder, 0)
+    order = begin(part)
+    report(part, folder, order, 1, 0.5)
+    part.complete({"score": 0.5}, {}, 1, 1)
+    trial_queue.set_over(study_of(folder), SweepOver(reason="all trials fail", failed=True))
+    assert leave(part).exit_code == 1
+    assert states(folder) == ["WAITING"]
