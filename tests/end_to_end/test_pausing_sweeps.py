@@ -171,6 +171,7 @@ def is_gone(task: Path) -> bool:
     return processes_of(task) == []
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_pausing_sweep_survives_killed_workers(project: Project) -> None:
     folder = start(project, trials=9, workers=2, max_retries=9, fixed={"pause": 0.2})
@@ -218,6 +219,7 @@ SCRIPT = """
 """
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_script_that_attaches_pauses_and_continues(project: Project) -> None:
     project.write("script.py", SCRIPT)

@@ -103,6 +103,7 @@ def test_rungs_have_the_means_of_the_seeds_and_each_seed_trains_as_alone(project
     assert difference(RunFolder(run), complete.of_seed(1)) < 1e-6
 
 
+@pytest.mark.long
 def test_script_is_trained_with_each_seed(project: Project) -> None:
     project.write("train.py", SCRIPT)
     command = {"command": "python train.py --lr {lr} --seed {seed}"}
