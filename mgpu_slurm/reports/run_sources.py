@@ -89,10 +89,8 @@ def runs_of(found: Sequence[Source]) -> list[Source]:
 
 
 def _runs(trial: Source) -> list[Source]:
-    if trial.own is None or not trial.own.seeds.is_dir():
-        return [trial]
-    seeds = sorted(trial.own.seeds.iterdir(), key=lambda path: int(path.name))
-    return [_trial(RunFolder(path)) for path in seeds]
+    seeds = [] if trial.own is None else trial.own.with_seeds()[1:]
+    return [_trial(run) for run in sorted(seeds, key=lambda run: int(run.path.name))] or [trial]
 
 
 def _trials(study: Source) -> Iterator[Source]:

@@ -113,7 +113,7 @@ def _update(folder: RunFolder, sweep: Sweep, own: RunFolder, points: Sequence[Va
 
 
 def left(folder: RunFolder, sweep: Sweep, trials: Sequence[FrozenTrial]) -> int:
-    """Return how many trials are still to be trained again; after a failure of the confirmation, it may continue.
+    """Return how many trials are still to be trained again, also if the confirmation has failed.
 
     Args:
         trials: all trials of the sweep.
@@ -127,13 +127,22 @@ def left(folder: RunFolder, sweep: Sweep, trials: Sequence[FrozenTrial]) -> int:
     known = sweep_file.load(own.sweep)
     study = studies.load(known, own.journal)
     over = studies.why_over(study)
-    if over is not None and over.failed:
-        studies.set_over(study, None)
-    elif over is not None and known.budget == _budget(sweep):
+    if over is not None and not over.failed and known.budget == _budget(sweep):
         return 0
     return sum(point not in known.enqueue for point in points) + sum(
         not trial.state.is_finished() for trial in study.get_trials(deepcopy=False)
     )
+
+
+def allow_again(folder: RunFolder) -> None:
+    """Let the confirmation of a sweep continue after a failure, whose cause may be fixed."""
+    own = confirmation_folder(folder)
+    if not is_confirmation(own):
+        return
+    study = studies.load(sweep_file.load(own.sweep), own.journal)
+    over = studies.why_over(study)
+    if over is not None and over.failed:
+        studies.set_over(study, None)
 
 
 def best_points(trials: Sequence[FrozenTrial], sweep: Sweep) -> list[Values]:
@@ -141,19 +150,21 @@ def best_points(trials: Sequence[FrozenTrial], sweep: Sweep) -> list[Values]:
     assert sweep.confirm is not None
     points: list[Values] = []
     for trial in summary.ranked(trials, sweep):
+        if len(points) == sweep.confirm.top:
+            break
         if (values := summary.parameters(trial, sweep)) not in points:
             points.append(values)
-    return points[: sweep.confirm.top]
+    return points
 
 
 def _file(folder: RunFolder, sweep: Sweep, points: Sequence[Values]) -> Config:
     """Return the sweep file of the confirmation."""
     assert sweep.confirm is not None
-    kept = {key: value for key, value in configs.read_yaml(folder.sweep).items() if key not in _OWN_KEYS}
+    taken_over = {key: value for key, value in configs.read_yaml(folder.sweep).items() if key not in _OWN_KEYS}
     limits = asdict(_budget(sweep))
     return {
         "study": confirmation_of(sweep.study),
-        **kept,
+        **taken_over,
         # all of its trials are enqueued
         "sampler": "random",
         "fixed": {**sweep.fixed, "seed": sweep.confirm_seeds[0]},

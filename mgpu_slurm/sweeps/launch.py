@@ -214,9 +214,7 @@ def _extend(folder: RunFolder, sweep: Sweep, values: Config, options: Options, n
             refuse_changes(old, sweep, change)
         # a call like this may raise the budget: the first worker checks whether it is still spent
         left = waiting_trials(study, sweep, is_over=False)
-        if left is not None:
-            left += confirmation.left(folder, sweep, summary.own_trials(study))
-        starting = workers_to_start(folder, sweep, found, left)
+        starting = workers_to_start(folder, sweep, found, _and_to_confirm(left, folder, sweep, study))
         is_full = is_alive and not spec.is_queued
         lines = _standing(old, sweep, len(trials), found) + _starts(len(starting), is_alive, is_full, options)
         starting = [] if is_full else starting
@@ -265,21 +263,25 @@ def resume(folder: RunFolder, change: Change, note: Note = quiet) -> str:
         if over is not None and over.failed:
             # the problem may be fixed
             studies.set_over(study, None)
+        confirmation.allow_again(folder)
         left, why = waiting_trials(study, sweep, is_over=False), ""
         if over is not None and not over.failed:
             given_back = sum(studies.was_given_back(trial, sweep) for trial in summary.own_trials(study))
             left, why = given_back + summary.promotable(study, sweep, is_over=True), f" ({over.reason})"
         # a worker that was killed may have recorded an end in the study, but not in this file
         summary.write(folder, study, sweep)
-        if left is not None:
-            left += confirmation.left(folder, sweep, summary.own_trials(study))
-        starting = workers_to_start(folder, sweep, found, left)
+        starting = workers_to_start(folder, sweep, found, _and_to_confirm(left, folder, sweep, study))
         if not starting:
             raise UserError(
                 f"study {sweep.study}: no trial is left{why}: raise trials or budget in its file and run sweep again"
             )
         make_room(folder, starting)
         return submitting.restart(folder, starting, _probed(change, sweep), note)
+
+
+def _and_to_confirm(left: int | None, folder: RunFolder, sweep: Sweep, study: optuna.Study) -> int | None:
+    """Return the number of waiting trials with those of the confirmation; None for as many as the budget allows."""
+    return None if left is None else left + confirmation.left(folder, sweep, summary.own_trials(study))
 
 
 def _standing(old: Sweep, new: Sweep, trials: int, found: Found) -> list[str]:
@@ -335,6 +337,7 @@ def _add(folder: RunFolder, study: optuna.Study, sweep: Sweep) -> None:
     if studies.why_over(study) is not None:
         # the first worker checks whether it still is over
         studies.set_over(study, None)
+    confirmation.allow_again(folder)
     summary.write(folder, study, sweep)
 
 

@@ -98,11 +98,10 @@ def confirmed(folder: RunFolder) -> Confirmation | None:
         number = next((number for number, known in numbers if known == params), None)
         if number is not None and len(values) == again.seeds:
             found.append(Confirmed(number, params, values, statistics.fmean(values.values())))
-    is_maximized = sweep.direction == "maximize"
-    found.sort(key=lambda each: (-each.mean if is_maximized else each.mean, each.number))
     left = sum(not trial.state.is_finished() for trial in trials)
     without = len(trials) - left - len(found)
-    return Confirmation(own.run, sweep.metric, again.seed_values, left, without, compared(found, is_maximized))
+    trained = compared(found, is_maximized=sweep.direction == "maximize")
+    return Confirmation(own.run, sweep.metric, again.seed_values, left, without, trained)
 
 
 def compared(trials: Sequence[Confirmed], is_maximized: bool) -> list[Confirmed]:

@@ -27,16 +27,12 @@ def note_death(folder: RunFolder, attempt: int, process: int, death: Death) -> N
     retry.for_the_disk(lambda: write_json(file, asdict(death)), file)
 
 
-def settle(shared: WorkerStudy, health: WorkerHealth, is_last: bool) -> None:
-    """Release what was left running.
-
-    Args:
-        is_last: whether no other study of this worker may have the trials of processes that have died.
+def settle(shared: WorkerStudy, health: WorkerHealth) -> None:
+    """Release what earlier attempts of this worker left running.
 
     Raises:
         SweepFailed, BrokenWorker: see `WorkerHealth.check`.
     """
-    settle_deaths(shared, health, is_last)
     own = shared.worker
     for trial in _running(shared):
         claims = claiming.claims(trial)
@@ -47,9 +43,14 @@ def settle(shared: WorkerStudy, health: WorkerHealth, is_last: bool) -> None:
 
 
 def settle_deaths(shared: WorkerStudy, health: WorkerHealth, is_last: bool) -> None:
-    """Release the trials of processes of this worker that have died; the arguments are those of `settle`."""
-    if not shared.worker.process:
-        return
+    """Release the trials of processes of this attempt that have died.
+
+    Args:
+        is_last: whether no other study of this worker may have these trials.
+
+    Raises:
+        SweepFailed, BrokenWorker: see `WorkerHealth.check`.
+    """
     for file in shared.folder.logs.glob(f"{shared.worker.attempt}-*.gone"):
         with suppress(FileNotFoundError):
             if _settle_death(shared, health, file) or is_last:

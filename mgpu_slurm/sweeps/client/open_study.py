@@ -5,13 +5,12 @@ from __future__ import annotations
 from mgpu_slurm.core import log_lines
 from mgpu_slurm.core.files import locked
 from mgpu_slurm.registry import lookup, sweep_state
-from mgpu_slurm.run_folder import records, states
+from mgpu_slurm.run_folder import records
 from mgpu_slurm.run_folder.layout import RunFolder
-from mgpu_slurm.run_folder.record_types import RunState
 from mgpu_slurm.sweeps import confirmation
 from mgpu_slurm.sweeps.client import left_trials
 from mgpu_slurm.sweeps.client.sweep_end import SweepEnd
-from mgpu_slurm.sweeps.client.worker_health import WorkerHealth
+from mgpu_slurm.sweeps.client.worker_health import WorkerHealth, is_at_work
 from mgpu_slurm.sweeps.client.worker_study import WorkerStudy
 
 
@@ -50,12 +49,14 @@ class OpenStudy:
         return "" if self.sweep_folder == self._sweep else self.sweep_folder.run
 
     def settle(self) -> None:
-        """Release what was left running; see `left_trials.settle`."""
-        left_trials.settle(self.shared, self.health, self._is_last)
+        """Release what was left running; see `left_trials`."""
+        self.settle_deaths()
+        left_trials.settle(self.shared, self.health)
 
     def settle_deaths(self) -> None:
         """Release the trials of processes of this worker that have died meanwhile."""
-        left_trials.settle_deaths(self.shared, self.health, self._is_last)
+        if self._process:
+            left_trials.settle_deaths(self.shared, self.health, self._is_last)
 
     @property
     def _is_last(self) -> bool:
@@ -85,7 +86,7 @@ class OpenStudy:
         if self._needed is None:
             confirm, sweep = self.shared.sweep.confirm, self.shared.sweep
             assert confirm is not None
-            alive = [member.task for member in lookup.members(self._sweep) if _is_at_work(records.read_state(member))]
+            alive = [member.task for member in lookup.members(self._sweep) if is_at_work(records.read_state(member))]
             self._needed = self._task in alive[: -(-confirm.top // sweep.trials_per_worker)]
         return self._needed
 
@@ -111,7 +112,3 @@ class OpenStudy:
 
     def _is_to_confirm(self) -> bool:
         return self.shared.sweep.confirm is not None and not self._has_confirmed
-
-
-def _is_at_work(state: RunState) -> bool:
-    return state.state == states.RUNNING and state.leaving != state.attempts

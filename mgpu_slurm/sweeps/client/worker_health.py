@@ -13,7 +13,7 @@ from mgpu_slurm.core import log_lines
 from mgpu_slurm.registry import lookup
 from mgpu_slurm.run_folder import records, states
 from mgpu_slurm.run_folder.layout import RunFolder
-from mgpu_slurm.run_folder.record_types import Event
+from mgpu_slurm.run_folder.record_types import Event, RunState
 from mgpu_slurm.sweeps.client.messages import BrokenWorker, SweepFailed
 from mgpu_slurm.sweeps.client.sweep_end import end_sweep
 from mgpu_slurm.sweeps.client.worker_study import WorkerStudy
@@ -113,7 +113,12 @@ class WorkerHealth:
         """Return whether any worker other than these is running, according to the state files."""
         others = [member for member in lookup.members(self._shared.sweep_folder) if member.task not in but]
         found = map(records.read_state, others)
-        return any(state.state == states.RUNNING and state.leaving != state.attempts for state in found)
+        return any(map(is_at_work, found))
+
+
+def is_at_work(worker: RunState) -> bool:
+    """Return whether a worker is running and may take more trials, according to its state."""
+    return worker.state == states.RUNNING and worker.leaving != worker.attempts
 
 
 def _since(folder: RunFolder) -> datetime:

@@ -23,13 +23,19 @@ def work(rank: Rank) -> int:
     # half of the lead time is for a checkpoint at the next step; a trial that saves none leaves anyway
     stop = StopFlag(leave_after=(rank.spec.lead or 0) / 2)
     stop.listen()
-    # the sweep file may have changed since the submission
-    from mgpu_slurm.sweeps.search import sweep_file
-
-    count = 1 if rank.process else sweep_file.load(rank.folder.sweep).trials_per_worker
-    if count > 1:
+    if (count := _trials_at_once(rank)) > 1:
         return _supervise(rank, count, stop)
     return entry.guarded(rank, stop, lambda: _serve(rank, stop))
+
+
+def _trials_at_once(rank: Rank) -> int:
+    if rank.process or rank.facts.world_size > 1:
+        # each trial has one rank: a thousand ranks need not read the file
+        return 1
+    # it may have changed since the submission
+    from mgpu_slurm.sweeps.search import sweep_file
+
+    return sweep_file.load(rank.folder.sweep).trials_per_worker
 
 
 def _supervise(rank: Rank, count: int, stop: StopFlag) -> int:

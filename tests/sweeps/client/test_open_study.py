@@ -257,6 +257,7 @@ class TestContinuing:
         told = sweep_state.summary_of(folder)
         assert sweep_state.overall([RunState(state="FAILED")], told) == "FAILED"
         assert self.left(folder) == 2
+        confirmation.allow_again(folder)
         assert trial_queue.why_over(study_of(confirmation_folder(folder))) is None
 
 
