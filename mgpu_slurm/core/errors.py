@@ -28,6 +28,10 @@ class ClusterError(MgpuError):
     exit_code = 3
 
 
+class CopyMismatch(UserError):
+    """A trial of a population cannot load the checkpoint of the trial that it copies."""
+
+
 class RunFailed(MgpuError):
     """A run ended without a result; the message gives the first cause."""
 

@@ -8,7 +8,7 @@ from typing import Any
 from mgpu_slurm.checkpoints.own_settings import OwnSettings
 from mgpu_slurm.checkpoints.train_state import Keeper
 from mgpu_slurm.core import log_lines
-from mgpu_slurm.core.errors import MgpuError, UserError
+from mgpu_slurm.core.errors import CopyMismatch, MgpuError, UserError
 from mgpu_slurm.core.files import read_json
 from mgpu_slurm.core.formatting import first_line
 from mgpu_slurm.data.loaders import Loader
@@ -110,7 +110,7 @@ class Restorer:
         except (RuntimeError, ValueError, UserError) as error:
             if own is None:
                 raise
-            raise UserError(
+            raise CopyMismatch(
                 "this trial is a copy of another one, whose checkpoint does not fit: remove the parameters that the"
                 f" shapes of the model depend on from the pruner's `perturb` ({first_line(str(error))})"
             ) from error

@@ -75,8 +75,11 @@ class WorkerHealth:
         """
         self._may_be_broken = True
         trials = self._shared.trials()
-        reason = health.common_failure(trials, self._shared.sweep.trials)
-        if reason is not None and not self._awaits_others(trials):
+        reason = health.mismatch(trials)
+        if reason is None:
+            common = health.common_failure(trials, self._shared.sweep.trials)
+            reason = None if common is not None and self._awaits_others(trials) else common
+        if reason is not None:
             end_sweep(self._shared, reason, failed=True)
             self._shared.write_summary()
             raise SweepFailed(reason)

@@ -1,4 +1,4 @@
-"""Conclusions from failed trials: about the sweep, if all fail the same way, or a worker, whose node may be broken."""
+"""Conclusions from failed trials: about the sweep, if others would fail too, or a worker, whose node may be broken."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from datetime import datetime
 
 from optuna.trial import FrozenTrial, TrialState
 
+from mgpu_slurm.core.errors import CopyMismatch
 from mgpu_slurm.sweeps.scheduling import samplers
 from mgpu_slurm.sweeps.scheduling.samplers import Doubt
 from mgpu_slurm.sweeps.study import claims as claiming
@@ -66,7 +67,15 @@ def common_failure(trials: Sequence[FrozenTrial], limit: int | None) -> str | No
         if len(failed) == 1
         else f"the first {len(failed)} trials all failed with the same error"
     )
-    return f"{alike}: {failed[-1].system_attrs.get(claiming.REASON)}"
+    return f"{alike}: {_reason(failed[-1])}"
+
+
+def mismatch(trials: Sequence[FrozenTrial]) -> str | None:
+    """Return why other copies of a population would fail like the trial that failed last; None if it was no copy."""
+    failed = [trial for trial in _by_end(trials) if trial.state == TrialState.FAIL]
+    if not failed or CopyMismatch.__name__ not in _reason(failed[-1]):
+        return None
+    return f"trial {failed[-1].number} failed: {_reason(failed[-1])}"
 
 
 def is_suspect(trials: Sequence[FrozenTrial], place: Place) -> bool:
@@ -171,7 +180,12 @@ def _begun(trial: FrozenTrial) -> datetime:
 
 
 def _kind_of(trial: FrozenTrial) -> str:
-    return _kind(trial.system_attrs.get(claiming.REASON, ""))
+    return _kind(_reason(trial))
+
+
+def _reason(trial: FrozenTrial) -> str:
+    reason: str = trial.system_attrs.get(claiming.REASON, "")
+    return reason
 
 
 def _kind(reason: str) -> str:

@@ -70,6 +70,20 @@ class TestCommonFailures:
             part.fail("ValueError: 1")
         assert states(folder) == ["COMPLETE"] + FIRST_FAILURES * ["FAIL"]
 
+    def test_copy_that_does_not_fit_ends_the_sweep_once(self, tmp_path: Path) -> None:
+        """The copies that come would fail too, but those after a change of the file would not."""
+        folder = make(tmp_path, trials=9)
+        part = worker(folder, 0)
+        begin(part)
+        finish(part, 1.0)
+        begin(part)
+        with pytest.raises(SweepFailed, match="trial 1 failed: CopyMismatch: this trial"):
+            part.fail("CopyMismatch: this trial is a copy of another one")
+        studies.set_over(study_of(folder), None)
+        part = worker(folder, 0, attempt=2)
+        fail(part, reason="ValueError: no data")
+        assert states(folder) == ["COMPLETE", "FAIL", "FAIL"]
+
     def test_third_failure_is_retried_elsewhere_if_another_trial_goes_well(self, tmp_path: Path) -> None:
         """The node of the failing worker may be broken."""
         folder = make(tmp_path, trials=9)
