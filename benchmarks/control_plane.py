@@ -22,10 +22,11 @@ import torch.distributed as dist
 from benchmarks.measure import interleave, median
 from benchmarks.report import Row, Section
 from mgpu_slurm.job import store_server
-from mgpu_slurm.rank import collectives, rank_info, rendezvous
-from mgpu_slurm.rank.collectives import Collectives
+from mgpu_slurm.rank import rank_info
+from mgpu_slurm.rank.communication import collectives, rendezvous
+from mgpu_slurm.rank.communication.collectives import Collectives
+from mgpu_slurm.rank.communication.step_sync import Agreed, Call
 from mgpu_slurm.rank.rank_info import RankInfo
-from mgpu_slurm.rank.step_sync import Agreed, Call
 
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(["benchmarks.control_plane"])

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from mgpu_slurm.api import Handle, find, runs, submit, sweep
     from mgpu_slurm.core.errors import UserError
-    from mgpu_slurm.rank.torch_adapter import import_torchvision
+    from mgpu_slurm.rank.torchvision_adapter import import_torchvision
     from mgpu_slurm.training.attach import attach
     from mgpu_slurm.training.average import MovingAverage
     from mgpu_slurm.training.parallel.pipeline import Pipeline
@@ -49,7 +49,7 @@ _HOMES = {
     "UserError": "mgpu_slurm.core.errors",
     "attach": "mgpu_slurm.training.attach",
     "find": "mgpu_slurm.api",
-    "import_torchvision": "mgpu_slurm.rank.torch_adapter",
+    "import_torchvision": "mgpu_slurm.rank.torchvision_adapter",
     "runs": "mgpu_slurm.api",
     "staged": "mgpu_slurm.training.speed.staging",
     "submit": "mgpu_slurm.api",

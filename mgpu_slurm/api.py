@@ -5,7 +5,6 @@ Used by the command line and by notebooks.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias, overload
@@ -13,8 +12,7 @@ from typing import Any, TypeAlias, overload
 from mgpu_slurm.core import files
 from mgpu_slurm.core.errors import RunFailed, UserError
 from mgpu_slurm.core.retry import Note, quiet
-from mgpu_slurm.registry import cleanup, current_state, index, lookup, reach, sweep_state
-from mgpu_slurm.registry.watch import Watch
+from mgpu_slurm.registry import cleanup, current_state, index, lookup, reach, sweep_state, watch
 from mgpu_slurm.request import config as configs
 from mgpu_slurm.request.parallelism import Parallelism, Precision, Strategy
 from mgpu_slurm.request.spec import RestartPolicy, read_spec
@@ -78,17 +76,7 @@ class _Submitted:
         Raises:
             TimeoutError: it has not ended within that time.
         """
-        begun = time.monotonic()
-        watch = Watch(self.files, note)
-        while True:
-            state = self._as_one(watch.states())
-            if not states.is_alive(state):
-                return state
-            waited = time.monotonic() - begun
-            if timeout is not None and waited >= timeout:
-                raise TimeoutError(f"run {self.name} is still {state} after {timeout} s")
-            # poll after a fiftieth of the time waited so far, at least once a second
-            time.sleep(min(1.0, max(0.05, waited / 50)))
+        return watch.wait(self.files, self._as_one, timeout, note)
 
     def cancel(self) -> bool:
         """Ask the runs that are alive to save and end; return False if all had already ended."""
@@ -219,10 +207,6 @@ class Study(Group):
         if not only_checkpoints:
             from mgpu_slurm.sweeps import launch
 
-            own = sweep_state.confirmation_folder(self.files)
-            if sweep_state.is_confirmation(own) and not sweep_state.is_confirmation(self.files):
-                launch.forget(own)
-                cleanup.delete(own)
             launch.forget(self.files)
         super().delete(only_checkpoints)
 

@@ -17,7 +17,7 @@ import torch
 
 from mgpu_slurm.core.errors import RunStopped
 from mgpu_slurm.job import store_server
-from mgpu_slurm.rank import rendezvous
+from mgpu_slurm.rank.communication import rendezvous
 from mgpu_slurm.rank.rank_info import RankInfo
 from mgpu_slurm.rank.signals import StopFlag
 from mgpu_slurm.request.parallelism import Layout

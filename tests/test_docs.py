@@ -122,7 +122,7 @@ def test_tables_of_the_architecture_are_complete(title: str, is_one: Callable[[s
 def test_exactly_these_modules_start_guarded_threads() -> None:
     assert {module for module, call in calls() if call == "crash.guarded_thread"} == {
         "rank/signals.py",
-        "rank/step_sync.py",
+        "rank/communication/step_sync.py",
         "metrics/sinks.py",
         "rank/watchdog.py",
     }

@@ -168,6 +168,13 @@ def test_module_names_are_unique() -> None:
     assert [name for name, count in names.items() if count > 1 and name != "__main__"] == []
 
 
+def test_packages_and_modules_have_a_size_that_one_can_survey() -> None:
+    sizes = Counter(name.rpartition(".")[0] for name in FILES if FILES[name].stem not in ("__init__", "__main__"))
+    assert [package for package, count in sizes.items() if count > 12] == []
+    lengths = {name: len(path.read_text().splitlines()) for name, path in FILES.items()}
+    assert [name for name, length in lengths.items() if length > 400] == []
+
+
 def test_no_module_hides_a_public_name() -> None:
     """Importing `mgpu_slurm.NAME` sets that attribute of the package, whatever it offered by that name before."""
     assert {path.stem for path in PACKAGE.iterdir()}.isdisjoint(mgpu_slurm.__all__)

@@ -17,8 +17,8 @@ from torchvision.models import resnet50
 
 from benchmarks.measure import interleave
 from mgpu_slurm import Run
+from mgpu_slurm.data.batching.nests import to_device
 from mgpu_slurm.data.device_copies import on_device
-from mgpu_slurm.data.nests import to_device
 from mgpu_slurm.rank.torch_adapter import flop_counter
 from mgpu_slurm.training.speed.flops import PASSES, peak_flops
 

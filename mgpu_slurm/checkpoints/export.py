@@ -11,15 +11,16 @@ from pathlib import Path
 import torch
 
 from mgpu_slurm.checkpoints import folder as folders
-from mgpu_slurm.checkpoints import stage_states, writer
+from mgpu_slurm.checkpoints import writer
 from mgpu_slurm.checkpoints.rank_record import SharedRecord
 from mgpu_slurm.checkpoints.reader import StoredTensors
-from mgpu_slurm.checkpoints.wrapping import WRAPPERS
+from mgpu_slurm.checkpoints.state import stage_states
+from mgpu_slurm.checkpoints.state.wrapping import WRAPPERS
 from mgpu_slurm.checkpoints.writer import Part
 from mgpu_slurm.core.errors import MgpuError, UserError, nearest
 from mgpu_slurm.core.files import sync_folder
-from mgpu_slurm.rank import codec
-from mgpu_slurm.rank.codec import Plain
+from mgpu_slurm.rank.communication import codec
+from mgpu_slurm.rank.communication.codec import Plain
 from mgpu_slurm.run_folder.layout import RunFolder, checkpoint_step, complete_checkpoints, newest_checkpoint
 
 

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from mgpu_slurm.checkpoints.policy import Best
 from mgpu_slurm.checkpoints.writer import Written
-from mgpu_slurm.rank.codec import Plain
+from mgpu_slurm.rank.communication.codec import Plain
 from mgpu_slurm.run_folder.record_types import from_known
 
 Record = TypeVar("Record")

@@ -14,10 +14,10 @@ from collections.abc import Callable, Mapping
 
 from mgpu_slurm.checkpoints.policy import BestReports, Plan
 from mgpu_slurm.checkpoints.rank_record import ProgressRecord
-from mgpu_slurm.checkpoints.train_state import Keeper, Restored
+from mgpu_slurm.checkpoints.state.train_state import Keeper, Restored
 from mgpu_slurm.core import log_lines
-from mgpu_slurm.rank.codec import StateDict
-from mgpu_slurm.rank.collectives import SaveBarrier
+from mgpu_slurm.rank.communication.codec import StateDict
+from mgpu_slurm.rank.communication.collectives import SaveBarrier
 
 CLOSE_SECONDS = 60.0
 """Seconds for which a rank that exits continues to write; the checkpoint is complete if all ranks finish in time."""

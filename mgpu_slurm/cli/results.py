@@ -64,8 +64,8 @@ def aggregate(
       mgpu-slurm aggregate GROUP GROUP --by lr    # one curve for each lr
       mgpu-slurm aggregate lightning_logs
     """
-    from mgpu_slurm.reports import aggregate as aggregates
-    from mgpu_slurm.reports import aggregate_files
+    from mgpu_slurm.reports.aggregation import aggregate as aggregates
+    from mgpu_slurm.reports.aggregation import aggregate_files
 
     aggregate_files.check(out, parquet)
     keys = [key for key in (by or "").split(",") if key]

@@ -9,7 +9,7 @@ from typing import Any, NoReturn, TypeVar
 
 import torch
 
-from mgpu_slurm.data.nests import map_tensors, to_device
+from mgpu_slurm.data.batching.nests import map_tensors, to_device
 
 Received = TypeVar("Received")
 

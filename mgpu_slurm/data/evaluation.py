@@ -10,14 +10,14 @@ from typing import Any, cast
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, default_collate
 
-from mgpu_slurm.data.batch_cutting import Cutter
-from mgpu_slurm.data.batch_weights import BatchWeights
-from mgpu_slurm.data.batches import batches_of, share_of, size_of
+from mgpu_slurm.data.batching.batch_cutting import Cutter
+from mgpu_slurm.data.batching.batch_weights import BatchWeights
+from mgpu_slurm.data.batching.batches import batches_of, share_of, size_of
 from mgpu_slurm.data.device_copies import on_device
 from mgpu_slurm.data.sample_seeds import Part, SeededReader
 from mgpu_slurm.data.streams import Drawn, Stream, StreamBatch
 from mgpu_slurm.data.workers import data_loader
-from mgpu_slurm.rank.step_sync import Call
+from mgpu_slurm.rank.communication.step_sync import Call
 
 
 @dataclass(frozen=True)

@@ -19,16 +19,16 @@ from torch.utils.data import Dataset, IterableDataset, default_collate
 
 from mgpu_slurm.core import log_lines
 from mgpu_slurm.core.errors import UserError
-from mgpu_slurm.data.batch_weights import BatchWeights
-from mgpu_slurm.data.batches import GlobalBatches, ListedBatches, Share, batches_of, size_of
+from mgpu_slurm.data.batching.batch_weights import BatchWeights
+from mgpu_slurm.data.batching.batches import GlobalBatches, ListedBatches, Share, batches_of, size_of
+from mgpu_slurm.data.batching.passes import Pass
 from mgpu_slurm.data.device_copies import on_device
 from mgpu_slurm.data.loader_positions import LoaderPlace, LoaderPlaces
-from mgpu_slurm.data.passes import Pass
 from mgpu_slurm.data.randomness import mixed
 from mgpu_slurm.data.sample_seeds import SeededReader
 from mgpu_slurm.data.streams import Drawn, Stream, StreamBatch
 from mgpu_slurm.data.workers import data_loader
-from mgpu_slurm.rank.step_sync import Call
+from mgpu_slurm.rank.communication.step_sync import Call
 
 
 class Source(Protocol):

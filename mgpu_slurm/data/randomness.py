@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mgpu_slurm.rank.codec import StateDict
+from mgpu_slurm.rank.communication.codec import StateDict
 
 
 def mixed(seed: int, *parts: int) -> int:

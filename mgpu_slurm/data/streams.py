@@ -19,8 +19,8 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from mgpu_slurm.core.errors import UserError
 from mgpu_slurm.core.hostlist import ranges
-from mgpu_slurm.data.batches import Share, share_of
-from mgpu_slurm.data.nests import CONSTANTS, children_of
+from mgpu_slurm.data.batching.batches import Share, share_of
+from mgpu_slurm.data.batching.nests import CONSTANTS, children_of
 from mgpu_slurm.data.randomness import RandomNumbers, mixed
 from mgpu_slurm.data.sample_seeds import apart_from_job, seed_collate
 from mgpu_slurm.rank.torch_adapter import as_only_worker

@@ -37,7 +37,7 @@ def facts() -> TorchFacts:
 
 def _torchvision() -> tuple[str | None, str, bool]:
     """Return the version of torchvision, why it cannot be imported, and whether its operators were only declared."""
-    from mgpu_slurm.rank.torch_adapter import has_declared, import_torchvision
+    from mgpu_slurm.rank.torchvision_adapter import has_declared, import_torchvision
 
     if importlib.util.find_spec("torchvision") is None:
         return None, "", False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable, Sequence
 
 from mgpu_slurm.core.errors import UserError
 from mgpu_slurm.core.retry import Note, quiet
@@ -73,6 +74,32 @@ class Watch:
         self._pause = min(2 * self._pause, ASK_EVERY.get(executor, 1.0))
         self._next_question = time.monotonic() + self._pause
         return found
+
+
+def wait(
+    folder: RunFolder, as_one: Callable[[Sequence[RunState]], str], timeout: float | None, note: Note = quiet
+) -> str:
+    """Wait until runs have ended, and return their state.
+
+    Args:
+        as_one: returns one state for all runs.
+        timeout: in seconds; None to wait forever.
+        note: see `Watch`.
+
+    Raises:
+        TimeoutError: they have not ended within that time.
+    """
+    begun = time.monotonic()
+    watch = Watch(folder, note)
+    while True:
+        state = as_one(watch.states())
+        if not states.is_alive(state):
+            return state
+        waited = time.monotonic() - begun
+        if timeout is not None and waited >= timeout:
+            raise TimeoutError(f"run {folder.run} is still {state} after {timeout} s")
+        # poll after a fiftieth of the time waited so far, at least once a second
+        time.sleep(min(1.0, max(0.05, waited / 50)))
 
 
 class _Question(threading.Thread):

@@ -18,7 +18,7 @@ from datetime import datetime, timezone
 from typing import Any
 
 from mgpu_slurm.core.errors import UserError
-from mgpu_slurm.core.formatting import counted, duration, program, time_of
+from mgpu_slurm.core.formatting import counted, duration, program, short_value, time_of
 from mgpu_slurm.core.retry import Note, quiet
 from mgpu_slurm.registry import lookup, sweep_state
 from mgpu_slurm.registry.watch import Watch
@@ -356,9 +356,5 @@ def _row(state: RunState, now: datetime) -> list[str]:
 
 
 def _details(state: RunState) -> str:
-    metrics = " ".join(f"{name}={_short(value)}" for name, value in state.metrics.items())
+    metrics = " ".join(f"{name}={short_value(value)}" for name, value in state.metrics.items())
     return "  ".join(filter(None, [state.reason, metrics]))
-
-
-def _short(value: float | str) -> str:
-    return value if isinstance(value, str) else f"{value:.4g}"

@@ -26,7 +26,7 @@ from mgpu_slurm.core.errors import MgpuError, UserError
 from mgpu_slurm.core.formatting import counted
 from mgpu_slurm.core.retry import Note, quiet
 from mgpu_slurm.registry import lookup
-from mgpu_slurm.reports.run_sources import EVENT_FILES, Source, sources, trials_of
+from mgpu_slurm.reports.aggregation.run_sources import EVENT_FILES, Source, sources, trials_of
 from mgpu_slurm.run_folder import layout
 from mgpu_slurm.run_folder.layout import RunFolder
 from mgpu_slurm.sweeps import hparams

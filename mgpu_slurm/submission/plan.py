@@ -40,9 +40,9 @@ from mgpu_slurm.run_folder.layout import RunFolder
 from mgpu_slurm.slurm import sbatch, script
 from mgpu_slurm.slurm.script import Array
 from mgpu_slurm.submission import cluster_file as clusters
-from mgpu_slurm.submission import snapshot
 from mgpu_slurm.submission.cluster_file import Cluster, ClusterFile
-from mgpu_slurm.submission.job_config import Completed
+from mgpu_slurm.submission.project import snapshot
+from mgpu_slurm.submission.project.job_config import Completed
 
 DEMO_TARGET = "jobs.digits"
 

@@ -31,7 +31,7 @@ from mgpu_slurm.run_folder import layout, records
 from mgpu_slurm.run_folder.layout import RunFolder
 from mgpu_slurm.run_folder.states import COMPLETED
 from mgpu_slurm.submission import cluster_file as clusters
-from mgpu_slurm.submission import environment, job_config, snapshot
+from mgpu_slurm.submission.project import environment, job_config, snapshot
 
 T = TypeVar("T")
 

@@ -30,8 +30,9 @@ from mgpu_slurm.run_folder import layout, records, states
 from mgpu_slurm.run_folder.layout import RunFolder
 from mgpu_slurm.run_folder.record_types import RunState
 from mgpu_slurm.slurm import site
-from mgpu_slurm.submission import environment, job_config, missing, plan, resume_overrides, snapshot
+from mgpu_slurm.submission import missing, plan, resume_overrides
 from mgpu_slurm.submission.plan import Plan, Request
+from mgpu_slurm.submission.project import environment, job_config, snapshot
 from mgpu_slurm.submission.resume_overrides import NO_CHANGE, Change
 
 STALE_STAGING_SECONDS = 3600

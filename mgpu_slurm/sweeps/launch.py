@@ -15,7 +15,8 @@ from mgpu_slurm.core.errors import ClusterError, NoStudy, UserError
 from mgpu_slurm.core.files import locked
 from mgpu_slurm.core.formatting import counted
 from mgpu_slurm.core.retry import Note, quiet
-from mgpu_slurm.registry import sweep_state
+from mgpu_slurm.registry import cleanup, sweep_state
+from mgpu_slurm.registry.sweep_state import confirmation_folder, is_confirmation
 from mgpu_slurm.request import config as configs
 from mgpu_slurm.request.config import Config
 from mgpu_slurm.request.spec import RestartPolicy, read_spec
@@ -362,11 +363,15 @@ def _late_points(sweep: Sweep, study: optuna.Study) -> list[Values]:
 
 
 def forget(folder: RunFolder) -> None:
-    """Delete a study that is kept in a database; one in a journal is deleted with its folder.
+    """Delete what a sweep has outside of its folder: its confirmation, and its study if a database keeps it.
 
     Raises:
         ClusterError: the database does not answer.
     """
+    own = confirmation_folder(folder)
+    if is_confirmation(own) and not is_confirmation(folder):
+        forget(own)
+        cleanup.delete(own)
     sweep = sweep_file.load(folder.sweep)
     if sweep.storage is None:
         return

@@ -19,7 +19,9 @@ from mgpu_slurm.checkpoints import folder as checkpoints
 from mgpu_slurm.core.errors import ForgeryError
 from mgpu_slurm.core.processes import RUN_VARIABLE, TRIAL_VARIABLE
 from mgpu_slurm.metrics import report_socket
-from mgpu_slurm.rank import crash, preflight, rank_info, rendezvous
+from mgpu_slurm.rank import crash, preflight, rank_info
+from mgpu_slurm.rank.communication import rendezvous
+from mgpu_slurm.rank.communication.signed_store import signed
 from mgpu_slurm.rank.rank_info import from_environment
 from mgpu_slurm.rank.signals import (
     LEAD_SECONDS_VARIABLE,
@@ -29,7 +31,6 @@ from mgpu_slurm.rank.signals import (
     leave_from_here,
     request_requeue,
 )
-from mgpu_slurm.rank.signed_store import signed
 from mgpu_slurm.rank.torch_adapter import default_store
 from mgpu_slurm.rank.watchdog import Watchdog, watchdog
 from mgpu_slurm.request import parallelism

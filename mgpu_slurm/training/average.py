@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from mgpu_slurm.checkpoints.wrapping import canonical_names
+from mgpu_slurm.checkpoints.state.wrapping import canonical_names
 from mgpu_slurm.core.errors import UserError
 
 

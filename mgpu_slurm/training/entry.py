@@ -235,7 +235,8 @@ def joined(rank: Rank, device: torch.device | None = None) -> Iterator[torch.dev
     """
     import torch.distributed as dist
 
-    from mgpu_slurm.rank import rank_info, rendezvous
+    from mgpu_slurm.rank import rank_info
+    from mgpu_slurm.rank.communication import rendezvous
 
     facts = rank.facts
     missing = None

@@ -11,17 +11,17 @@ import torch
 
 from mgpu_slurm.checkpoints.rank_record import ProgressRecord
 from mgpu_slurm.checkpoints.saver import Saver
-from mgpu_slurm.checkpoints.train_state import Keeper, Restored
+from mgpu_slurm.checkpoints.state.train_state import Keeper, Restored
 from mgpu_slurm.core import log_lines
 from mgpu_slurm.core.errors import RunStopped, TrialPaused, UserError
 from mgpu_slurm.data import randomness
 from mgpu_slurm.data.loader_positions import LoaderPlace
 from mgpu_slurm.data.loaders import Loader
 from mgpu_slurm.data.streams import Drawn
-from mgpu_slurm.rank.codec import StateDict
-from mgpu_slurm.rank.collectives import Collectives
+from mgpu_slurm.rank.communication.codec import StateDict
+from mgpu_slurm.rank.communication.collectives import Collectives
+from mgpu_slurm.rank.communication.step_sync import Agreed, Call
 from mgpu_slurm.rank.signals import Stop, StopFlag
-from mgpu_slurm.rank.step_sync import Agreed, Call
 from mgpu_slurm.request.parallelism import Layout
 from mgpu_slurm.request.spec import REQUEUE_EXIT_CODE, TERMINATED_EXIT_CODE
 from mgpu_slurm.training.memory.found_size import FoundSize

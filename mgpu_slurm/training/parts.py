@@ -7,17 +7,17 @@ from contextlib import contextmanager, suppress
 
 import torch
 
-from mgpu_slurm.checkpoints.train_state import Keeper
+from mgpu_slurm.checkpoints.state.train_state import Keeper
 from mgpu_slurm.core import log_lines
-from mgpu_slurm.data.batch_cutting import MicroBatchSize
-from mgpu_slurm.data.batch_weights import BatchWeights
+from mgpu_slurm.data.batching.batch_cutting import MicroBatchSize
+from mgpu_slurm.data.batching.batch_weights import BatchWeights
 from mgpu_slurm.metrics.report_socket import JudgeCallback
 from mgpu_slurm.metrics.reporter import Reporter
 from mgpu_slurm.rank import rank_info
-from mgpu_slurm.rank.collectives import Collectives
+from mgpu_slurm.rank.communication.collectives import Collectives
+from mgpu_slurm.rank.communication.step_sync import Call
 from mgpu_slurm.rank.rank_info import RankInfo
 from mgpu_slurm.rank.signals import StopFlag
-from mgpu_slurm.rank.step_sync import Call
 from mgpu_slurm.rank.watchdog import Watchdog
 from mgpu_slurm.request.parallelism import Layout
 from mgpu_slurm.run_folder.layout import RunFolder

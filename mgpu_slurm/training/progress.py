@@ -14,7 +14,7 @@ from mgpu_slurm.core.errors import UserError
 from mgpu_slurm.data.loader_positions import LoaderPlaces
 from mgpu_slurm.data.loaders import Loader
 from mgpu_slurm.data.randomness import RandomState
-from mgpu_slurm.rank.codec import StateDict
+from mgpu_slurm.rank.communication.codec import StateDict
 from mgpu_slurm.run_folder.record_types import from_known
 
 Mean = Callable[[torch.Tensor, float], float]

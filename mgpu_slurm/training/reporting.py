@@ -9,11 +9,11 @@ from typing import SupportsIndex
 
 from mgpu_slurm.core import log_lines
 from mgpu_slurm.core.errors import TrialPruned, UserError
-from mgpu_slurm.data.batch_cutting import MicroBatchSize
+from mgpu_slurm.data.batching.batch_cutting import MicroBatchSize
 from mgpu_slurm.metrics.report_socket import JudgeCallback, Verdict
 from mgpu_slurm.metrics.reporter import Reporter, as_numbers
-from mgpu_slurm.rank.collectives import Collectives
-from mgpu_slurm.rank.step_sync import Call
+from mgpu_slurm.rank.communication.collectives import Collectives
+from mgpu_slurm.rank.communication.step_sync import Call
 from mgpu_slurm.run_folder.speed_records import Interval
 from mgpu_slurm.training.loop_control import LoopControl
 from mgpu_slurm.training.progress import Position

@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from mgpu_slurm.checkpoints.own_settings import OwnSettings
-from mgpu_slurm.checkpoints.train_state import Keeper
+from mgpu_slurm.checkpoints.state.own_settings import OwnSettings
+from mgpu_slurm.checkpoints.state.train_state import Keeper
 from mgpu_slurm.core import log_lines
 from mgpu_slurm.core.errors import CopyMismatch, MgpuError, UserError
 from mgpu_slurm.core.files import read_json
 from mgpu_slurm.core.formatting import first_line
 from mgpu_slurm.data.loaders import Loader
 from mgpu_slurm.metrics.reporter import Reporter
-from mgpu_slurm.rank.collectives import Collectives
-from mgpu_slurm.rank.step_sync import Call
+from mgpu_slurm.rank.communication.collectives import Collectives
+from mgpu_slurm.rank.communication.step_sync import Call
 from mgpu_slurm.run_folder.layout import CheckpointKey, RunFolder
 from mgpu_slurm.training.loop_control import LoopControl
 from mgpu_slurm.training.memory.found_size import FoundSize

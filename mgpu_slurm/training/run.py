@@ -16,7 +16,7 @@ from mgpu_slurm.data import randomness
 from mgpu_slurm.data.evaluation import Shard, StreamShard
 from mgpu_slurm.data.loaders import Loader
 from mgpu_slurm.metrics.report_socket import JudgeCallback
-from mgpu_slurm.rank.collectives import Collectives
+from mgpu_slurm.rank.communication.collectives import Collectives
 from mgpu_slurm.rank.rank_info import RankInfo, own_devices
 from mgpu_slurm.rank.signals import StopFlag
 from mgpu_slurm.rank.watchdog import Watchdog

@@ -11,16 +11,16 @@ from torch.utils.data import Dataset, IterableDataset
 from mgpu_slurm.core import log_lines
 from mgpu_slurm.core.errors import UserError
 from mgpu_slurm.core.formatting import counted
-from mgpu_slurm.data.batch_cutting import Accumulation, MicroBatchSize
-from mgpu_slurm.data.batch_weights import BatchWeights
+from mgpu_slurm.data.batching.batch_cutting import Accumulation, MicroBatchSize
+from mgpu_slurm.data.batching.batch_weights import BatchWeights
 from mgpu_slurm.data.evaluation import RunOfShard, Shard, StreamShard
 from mgpu_slurm.data.loaders import Loader, RunOfLoader, make_loader
 from mgpu_slurm.data.randomness import mixed
-from mgpu_slurm.rank.collectives import Collectives
+from mgpu_slurm.data.worker_choice import AUTO, with_workers
+from mgpu_slurm.rank.communication.collectives import Collectives
 from mgpu_slurm.training.loop_control import LoopControl
 from mgpu_slurm.training.progress import Position
 from mgpu_slurm.training.speed.instruments import Instruments
-from mgpu_slurm.training.speed.worker_choice import AUTO, with_workers
 from mgpu_slurm.training.wrap import Models
 
 Batch = TypeVar("Batch")

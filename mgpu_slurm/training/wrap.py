@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from mgpu_slurm.checkpoints.tensors import is_sharded
-from mgpu_slurm.checkpoints.wrapping import Wrapped
+from mgpu_slurm.checkpoints.state.tensors import is_sharded
+from mgpu_slurm.checkpoints.state.wrapping import Wrapped
 from mgpu_slurm.core import log_lines
 from mgpu_slurm.core.errors import UserError
 from mgpu_slurm.data.randomness import share_random_state

@@ -13,8 +13,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from mgpu_slurm.checkpoints import folder as checkpoints
 from mgpu_slurm.core.files import read_jsonl
-from mgpu_slurm.reports import history as histories
-from mgpu_slurm.reports import run_sources
+from mgpu_slurm.reports.aggregation import history as histories
+from mgpu_slurm.reports.aggregation import run_sources
 from mgpu_slurm.run_folder import layout, records, states
 from tests.chaos.faults import Fault
 from tests.chaos.job import SAMPLES, SAVE_EVERY, STEPS_OF_EPOCH

@@ -135,7 +135,7 @@ def test_damaged_checkpoint_is_not_exported(saved: Path, tmp_path: Path) -> None
 
 
 def test_version_0_1_is_exported_without_the_names_of_wrappers(tmp_path: Path) -> None:
-    old = RunFolder(Path(__file__).parent / "version_0_1")
+    old = RunFolder(Path(__file__).parent / "state/version_0_1")
     with pytest.raises(UserError, match=r"the checkpoint has the modules model, average: choose one with --object"):
         export(old, "newest", None, tmp_path / "new")
     export(old, "newest", "model", tmp_path / "new")

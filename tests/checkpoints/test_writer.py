@@ -17,7 +17,7 @@ from torch.distributed.checkpoint import HuggingFaceStorageReader, load
 from mgpu_slurm.checkpoints.reader import StoredTensors
 from mgpu_slurm.checkpoints.writer import _TYPES, HostCopies, Part, summed, write
 from mgpu_slurm.core.errors import UserError
-from mgpu_slurm.rank import codec
+from mgpu_slurm.rank.communication import codec
 from mgpu_slurm.training.run import Run
 from tests.ranks import run_ranks
 

@@ -154,7 +154,7 @@ REPAIR = """
     import os
 
     if "LOCAL_RANK" in os.environ:
-        from mgpu_slurm.rank.torch_adapter import import_torchvision
+        from mgpu_slurm.rank.torchvision_adapter import import_torchvision
 
         import_torchvision()
 """

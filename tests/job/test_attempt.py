@@ -69,7 +69,7 @@ def test_rank_fails_if_its_helper_thread_fails(project: Project) -> None:
         from torch.utils.data import TensorDataset
         import torch
 
-        from mgpu_slurm.rank.step_sync import StepSync
+        from mgpu_slurm.rank.communication.step_sync import StepSync
 
 
         def broken(self):

@@ -19,7 +19,7 @@ from tensorboard.util import tensor_util
 from mgpu_slurm.metrics import event_reader
 from mgpu_slurm.metrics.event_frames import find_records, framed
 from mgpu_slurm.metrics.event_reader import EventFile, read_files
-from mgpu_slurm.rank.torch_adapter import import_torchvision
+from mgpu_slurm.rank.torchvision_adapter import import_torchvision
 from tests.metrics.event_files import Point, bits, opened, read_by_tensorboard, restarted, scalar, write
 
 

@@ -18,13 +18,13 @@ from torch.distributed import HashStore, PrefixStore, TCPStore  # type: ignore[a
 
 from mgpu_slurm.core.errors import ForgeryError, MgpuError, TrialPruned, UserError
 from mgpu_slurm.job import store_server
-from mgpu_slurm.rank import rendezvous
-from mgpu_slurm.rank.collectives import Collectives, SaveBarrier
-from mgpu_slurm.rank.control_group import ControlGroup
+from mgpu_slurm.rank.communication import rendezvous
+from mgpu_slurm.rank.communication.collectives import Collectives, SaveBarrier
+from mgpu_slurm.rank.communication.control_group import ControlGroup
+from mgpu_slurm.rank.communication.signed_store import SignedStore, signed
+from mgpu_slurm.rank.communication.step_sync import GONE, Agreed, Call
 from mgpu_slurm.rank.rank_info import RankInfo
 from mgpu_slurm.rank.signals import Stop
-from mgpu_slurm.rank.signed_store import SignedStore, signed
-from mgpu_slurm.rank.step_sync import GONE, Agreed, Call
 from mgpu_slurm.rank.torch_adapter import connect_lazily, default_store
 from mgpu_slurm.training.run import Run
 from tests.forks import FORKS

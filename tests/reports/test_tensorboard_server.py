@@ -21,7 +21,7 @@ import tensorboard_data_server
 from mgpu_slurm.core.errors import UserError
 from mgpu_slurm.core.processes import descendants, started_at
 from mgpu_slurm.reports import tensorboard_server
-from mgpu_slurm.reports.run_sources import Source
+from mgpu_slurm.reports.aggregation.run_sources import Source
 from mgpu_slurm.reports.tensorboard_server import Choice, linked
 from tests.metrics.event_files import ended_run, scalar, write
 from tests.support import Project, wait_until

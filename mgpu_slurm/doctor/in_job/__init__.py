@@ -16,7 +16,7 @@ from mgpu_slurm.doctor import check_results
 from mgpu_slurm.doctor.check_results import Finding
 from mgpu_slurm.doctor.in_job import gpus, network, node_facts, shared_files
 from mgpu_slurm.doctor.in_job.team import Answer, Place, Team, who
-from mgpu_slurm.rank import rendezvous
+from mgpu_slurm.rank.communication import rendezvous
 from mgpu_slurm.rank.rank_info import from_environment
 from mgpu_slurm.request.spec import read_spec
 from mgpu_slurm.run_folder.layout import RunFolder

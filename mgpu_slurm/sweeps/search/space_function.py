@@ -22,7 +22,7 @@ from mgpu_slurm.request import config as configs
 from mgpu_slurm.request import target
 from mgpu_slurm.request.spec import Spec, read_spec
 from mgpu_slurm.run_folder.layout import RunFolder
-from mgpu_slurm.submission import config_check
+from mgpu_slurm.submission.project import config_check
 from mgpu_slurm.sweeps import optuna_adapter
 from mgpu_slurm.sweeps.search import sweep_file, trial_command
 from mgpu_slurm.sweeps.search.parameters import Values

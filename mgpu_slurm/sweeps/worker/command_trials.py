@@ -21,11 +21,11 @@ from mgpu_slurm.core.processes import TRIAL_VARIABLE
 from mgpu_slurm.job import store_server
 from mgpu_slurm.metrics import report_socket
 from mgpu_slurm.metrics.report_socket import CONTINUE, ReportServer, Verdict
-from mgpu_slurm.rank.collectives import Collectives
 from mgpu_slurm.rank.command import PATIENCE_FOR_SIGTERM, program_of, why_not_found
+from mgpu_slurm.rank.communication.collectives import Collectives
+from mgpu_slurm.rank.communication.step_sync import Agreed, Call
 from mgpu_slurm.rank.rank_info import Rank
 from mgpu_slurm.rank.signals import Stop, StopFlag
-from mgpu_slurm.rank.step_sync import Agreed, Call
 from mgpu_slurm.request.spec import ATTEMPT_VARIABLE, REQUEUE_EXIT_CODE, TERMINATED_EXIT_CODE
 from mgpu_slurm.run_folder import failures
 from mgpu_slurm.run_folder.layout import RunFolder

@@ -14,7 +14,7 @@ from mgpu_slurm.core.formatting import first_line
 from mgpu_slurm.metrics.report_socket import JudgeCallback, Verdict
 from mgpu_slurm.metrics.reporter import odd_result, result_of
 from mgpu_slurm.rank import crash, preflight
-from mgpu_slurm.rank.collectives import Collectives
+from mgpu_slurm.rank.communication.collectives import Collectives
 from mgpu_slurm.rank.rank_info import Rank
 from mgpu_slurm.rank.signals import Stop, StopFlag
 from mgpu_slurm.request import config as configs

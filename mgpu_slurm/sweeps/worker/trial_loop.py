@@ -17,10 +17,10 @@ from mgpu_slurm.core import log_lines, retry
 from mgpu_slurm.core.errors import RunStopped
 from mgpu_slurm.core.files import write_json
 from mgpu_slurm.job import output
-from mgpu_slurm.rank.collectives import Collectives
+from mgpu_slurm.rank.communication.collectives import Collectives
+from mgpu_slurm.rank.communication.step_sync import Agreed, Call
 from mgpu_slurm.rank.rank_info import Rank
 from mgpu_slurm.rank.signals import Stop, StopFlag
-from mgpu_slurm.rank.step_sync import Agreed, Call
 from mgpu_slurm.request import target
 from mgpu_slurm.run_folder.layout import RunFolder
 from mgpu_slurm.run_folder.records import now

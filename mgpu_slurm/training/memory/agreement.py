@@ -17,7 +17,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
-from mgpu_slurm.data.batch_cutting import MicroBatchSize
+from mgpu_slurm.data.batching.batch_cutting import MicroBatchSize
 from mgpu_slurm.training.memory import sharded_exchanges
 from mgpu_slurm.training.memory.sharded_exchanges import Exchange, ExchangeOrder
 from mgpu_slurm.training.parallel.data_parallel import GradientExchange

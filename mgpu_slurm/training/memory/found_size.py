@@ -9,8 +9,8 @@ import torch
 from mgpu_slurm.core import log_lines
 from mgpu_slurm.core.errors import UserError
 from mgpu_slurm.core.files import write_json
-from mgpu_slurm.data.batch_cutting import MicroBatchSize
-from mgpu_slurm.rank.codec import StateDict
+from mgpu_slurm.data.batching.batch_cutting import MicroBatchSize
+from mgpu_slurm.rank.communication.codec import StateDict
 from mgpu_slurm.request.parallelism import Layout
 from mgpu_slurm.run_folder import records
 from mgpu_slurm.run_folder.layout import RunFolder

@@ -19,7 +19,7 @@ from torch.utils.hooks import RemovableHandle
 
 from mgpu_slurm.core import log_lines
 from mgpu_slurm.core.formatting import human_size
-from mgpu_slurm.data.nests import leaves_of
+from mgpu_slurm.data.batching.nests import leaves_of
 from mgpu_slurm.rank.torch_adapter import sequence_number
 from mgpu_slurm.training.memory.job_variables import Look, Place, Variable, place_of_call, variables_of
 from mgpu_slurm.training.parallel.input_hook import InputHook

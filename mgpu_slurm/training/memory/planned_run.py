@@ -13,11 +13,11 @@ import torch
 from torch import nn
 
 from mgpu_slurm.core.errors import UserError
+from mgpu_slurm.data.batching.nests import leaves_of
 from mgpu_slurm.data.loaders import Loader
-from mgpu_slurm.data.nests import leaves_of
 from mgpu_slurm.metrics.reporter import as_numbers
 from mgpu_slurm.rank import torch_adapter
-from mgpu_slurm.rank.collectives import Collectives
+from mgpu_slurm.rank.communication.collectives import Collectives
 from mgpu_slurm.rank.rank_info import RankInfo
 from mgpu_slurm.rank.signals import StopFlag
 from mgpu_slurm.request.parallelism import Layout

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from mgpu_slurm.core.formatting import binary_size, counted, parse_size
-from mgpu_slurm.data.nests import leaves_of
+from mgpu_slurm.data.batching.nests import leaves_of
 from mgpu_slurm.rank.torch_adapter import is_dtensor, local_part
 from mgpu_slurm.training.memory.job_variables import Look, variables_of
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from mgpu_slurm.core import log_lines
 from mgpu_slurm.data import randomness
-from mgpu_slurm.data.batch_cutting import Accumulation
+from mgpu_slurm.data.batching.batch_cutting import Accumulation
 from mgpu_slurm.data.randomness import RandomState
 from mgpu_slurm.rank import torch_adapter
 from mgpu_slurm.request.parallelism import Layout

@@ -16,7 +16,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from mgpu_slurm.data.nests import children_of, rebuilt
+from mgpu_slurm.data.batching.nests import children_of, rebuilt
 from mgpu_slurm.rank import torch_adapter
 from mgpu_slurm.training.memory import fake_torch_adapter
 

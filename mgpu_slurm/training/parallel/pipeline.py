@@ -18,9 +18,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from mgpu_slurm.checkpoints.wrapping import canonical_names
+from mgpu_slurm.checkpoints.state.wrapping import canonical_names
 from mgpu_slurm.core.errors import UserError, nearest
-from mgpu_slurm.data.batch_cutting import MicroBatchSize
+from mgpu_slurm.data.batching.batch_cutting import MicroBatchSize
 from mgpu_slurm.request.parallelism import Layout
 from mgpu_slurm.training.parallel.mesh import mesh_of
 from mgpu_slurm.training.parallel.stages import cut

@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 from mgpu_slurm.core.errors import UserError
-from mgpu_slurm.data.nests import children_of, rebuilt
-from mgpu_slurm.rank.codec import StateDict
+from mgpu_slurm.data.batching.nests import children_of, rebuilt
+from mgpu_slurm.rank.communication.codec import StateDict
 from mgpu_slurm.request.parallelism import Precision
 
 HALF: dict[Precision, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}

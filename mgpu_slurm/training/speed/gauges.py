@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from mgpu_slurm.data.nests import children_of
+from mgpu_slurm.data.batching.nests import children_of
 from mgpu_slurm.run_folder.speed_records import Interval
 from mgpu_slurm.training.speed.data_waits import DataWaits, Fetch, Spans, event
 from mgpu_slurm.training.speed.gpu_sampler import GpuSampler

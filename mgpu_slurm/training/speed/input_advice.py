@@ -7,8 +7,8 @@ import time
 
 import torch
 
+from mgpu_slurm.data.worker_choice import AUTO, MOST_WORKERS
 from mgpu_slurm.training.speed.data_waits import DataWaits, Fetch
-from mgpu_slurm.training.speed.worker_choice import AUTO, MOST_WORKERS
 
 FIRST_STEPS = 10
 """Steps that are not measured: workers start, and a GPU warms up."""

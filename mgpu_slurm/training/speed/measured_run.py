@@ -10,7 +10,7 @@ from mgpu_slurm.core import retry
 from mgpu_slurm.core.errors import RunMeasured, UserError
 from mgpu_slurm.core.files import write_json
 from mgpu_slurm.core.formatting import counted
-from mgpu_slurm.rank.step_sync import Call
+from mgpu_slurm.rank.communication.step_sync import Call
 from mgpu_slurm.request.spec import Measurement
 from mgpu_slurm.run_folder.layout import RunFolder
 from mgpu_slurm.run_folder.speed_records import Interval, SpeedRecord

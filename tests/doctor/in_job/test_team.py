@@ -15,7 +15,7 @@ from mgpu_slurm.doctor import in_job
 from mgpu_slurm.doctor.check_results import Finding
 from mgpu_slurm.doctor.in_job import network, shared_files
 from mgpu_slurm.doctor.in_job.team import Answer, GatherTimeout, Member, Place, Team, who, within
-from mgpu_slurm.rank import rendezvous
+from mgpu_slurm.rank.communication import rendezvous
 from mgpu_slurm.rank.rank_info import RankInfo
 from mgpu_slurm.request.spec import Resources, Spec, Target
 from mgpu_slurm.run_folder.layout import RunFolder

@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from mgpu_slurm.rank import codec
+from mgpu_slurm.rank.communication import codec
 from mgpu_slurm.sweeps.client.messages import Assignment, Leave, as_plain, from_plain
 
 

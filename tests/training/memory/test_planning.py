@@ -19,7 +19,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from jobs import digits, gpt, gpt_pipeline, images, resnet_split
-from mgpu_slurm.rank.collectives import Collectives
+from mgpu_slurm.rank.communication.collectives import Collectives
 from mgpu_slurm.rank.rank_info import RankInfo
 from mgpu_slurm.rank.signals import StopFlag
 from mgpu_slurm.request.parallelism import Layout, Parallelism

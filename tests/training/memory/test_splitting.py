@@ -24,7 +24,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.utils.data import TensorDataset
 
 from mgpu_slurm.core.errors import RunStopped
-from mgpu_slurm.data.batch_cutting import MicroBatchSize
+from mgpu_slurm.data.batching.batch_cutting import MicroBatchSize
 from mgpu_slurm.rank import torch_adapter
 from mgpu_slurm.rank.signals import Stop
 from mgpu_slurm.request.parallelism import Parallelism

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from mgpu_slurm.checkpoints.tensors import is_sharded
+from mgpu_slurm.checkpoints.state.tensors import is_sharded
 from mgpu_slurm.rank.signals import Stop
 from mgpu_slurm.request.parallelism import Parallelism, Precision, Strategy
 from mgpu_slurm.training.parallel.precision import autocast, in_float32, to_fp8

@@ -10,7 +10,8 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from mgpu_slurm.checkpoints import optimizer_state, reader
+from mgpu_slurm.checkpoints import reader
+from mgpu_slurm.checkpoints.state import optimizer_state
 from mgpu_slurm.rank.signals import Stop
 from mgpu_slurm.request.parallelism import Parallelism, Strategy
 from mgpu_slurm.training.parallel.pipeline import Schedule

@@ -1,0 +1,1 @@
+"""Bring the ranks of a run together: rendezvous, messages, collectives, agreement on a step."""

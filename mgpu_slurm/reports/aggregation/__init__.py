@@ -1,0 +1,1 @@
+"""Read what runs have reported, and average it over seeds."""

@@ -1,0 +1,299 @@
+"""Read the curves of runs: from `metrics.jsonl`, and for foreign runs from their event files.
+
+A restarted run repeats steps. The points of a later attempt or writer replace all earlier ones of a tag from their
+first step on, because the run went back before them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mgpu_slurm.core.errors import UserError
+from mgpu_slurm.core.files import read_json
+from mgpu_slurm.core.formatting import counted
+from mgpu_slurm.core.retry import Note, quiet
+from mgpu_slurm.metrics.event_layout import Floats, Integers
+from mgpu_slurm.metrics.event_reader import EventFile, read_files
+from mgpu_slurm.registry import current_state
+from mgpu_slurm.reports.aggregation.run_sources import EVENT_FILES, Source, runs_of
+from mgpu_slurm.request import config as configs
+from mgpu_slurm.request.spec import Spec, read_spec
+from mgpu_slurm.run_folder import states
+from mgpu_slurm.run_folder.layout import TRIALS, RunFolder
+from mgpu_slurm.sweeps import hparams
+
+On = Literal["step", "progress"]
+
+PRUNED = "PRUNED"
+"""The state of a pruned trial."""
+_STATES_OF_TRIALS = {"COMPLETE": states.COMPLETED, PRUNED: PRUNED, "FAIL": states.FAILED}
+
+
+@dataclass(frozen=True)
+class Curve:
+    """One metric of one run: its values by increasing, distinct steps."""
+
+    steps: Integers
+    values: Floats
+
+
+@dataclass
+class History:
+    """All curves of one run."""
+
+    name: str
+    place: str
+    """The place in which it was found: its group, or the folder that was named."""
+    state: str = ""
+    """The state as in `status`; empty for a foreign run."""
+    target: str = ""
+    config: dict[str, Any] = field(default_factory=dict)
+    """Config values by dotted name."""
+    curves: dict[str, Curve] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    """Notes on what was not read, and why."""
+
+
+def read(found: Sequence[Source], on: On, note: Note = quiet) -> list[History]:
+    """Return the history of each run.
+
+    Args:
+        on: the numbering of the points; a run without such numbers gets a note.
+        note: called if a cluster does not answer.
+    """
+    found = runs_of(found)
+    # of all runs together, so that files are read in parallel
+    events = _event_files([source.curves for source in found if not _has_metrics(source)])
+    states_by_run = _states([source.own for source in found if source.own is not None], note)
+    specs: dict[RunFolder, Spec] = {}
+    histories = []
+    for source in found:
+        if source.own is None:
+            histories.append(_foreign(source, events[source.curves], on))
+            continue
+        if source.own.group not in specs:
+            # the YAML of a large group is parsed once
+            specs[source.own.group] = read_spec(source.own.group)
+        history = _own(source, source.own, specs[source.own.group], events.get(source.curves), on)
+        history.state = states_by_run[source.own]
+        histories.append(history)
+    return histories
+
+
+def _has_metrics(source: Source) -> bool:
+    return source.own is not None and source.own.metrics.exists()
+
+
+def _event_files(folders: list[Path]) -> dict[Path, list[EventFile]]:
+    """Return the event files of each folder, oldest writer first."""
+    paths = {folder: [path for path in folder.glob(EVENT_FILES) if path.is_file()] for folder in folders}
+    files = iter(read_files([path for found in paths.values() for path in found]))
+    # the time of the first record distinguishes two writers of the same second, which file names do not
+    return {folder: sorted(itertools.islice(files, len(found)), key=_age) for folder, found in paths.items()}
+
+
+def _age(file: EventFile) -> tuple[float, str]:
+    return file.started if math.isfinite(file.started) else -math.inf, file.path.name
+
+
+def _states(folders: list[RunFolder], note: Note) -> dict[RunFolder, str]:
+    trials = {folder: _state_of_trial(folder) for folder in folders if _is_trial(folder)}
+    # whole groups, so that their history is read once
+    groups = dict.fromkeys(folder.group for folder in folders if folder not in trials)
+    if not groups:
+        return trials
+    return trials | {folder: state.state for folder, state in current_state.current(groups, note)}
+
+
+def _is_trial(folder: RunFolder) -> bool:
+    """Return whether a run is a trial of a sweep, or the run of one with one of several seeds."""
+    return TRIALS in folder.run.split("/")
+
+
+def _state_of_trial(folder: RunFolder) -> str:
+    """Return the state in a trial's outcome; one without an outcome is running, or continues later."""
+    for outcome in (folder.result, folder.failure):
+        told = read_json(outcome)
+        if told is not None:
+            return _STATES_OF_TRIALS.get(told.get("state"), states.UNKNOWN)
+    if folder.path.parent.name == TRIALS:
+        return states.UNKNOWN
+    # the run of a trial with one of its seeds, which ended with the trial
+    return _state_of_trial(RunFolder(folder.path.parent.parent))
+
+
+# -- own runs
+
+
+def _own(source: Source, folder: RunFolder, spec: Spec, files: list[EventFile] | None, on: On) -> History:
+    if folder.task is not None:
+        spec = spec.of_task(folder.task)
+    target, config = _identity(spec)
+    history = History(source.name, source.place, target=target, config=config)
+    if files is None:
+        _read_metrics(folder.metrics, on, history)
+    else:
+        _read_events(files, on, history)
+    if _is_trial(folder):
+        history.config |= _config_of_trial(folder)
+    elif spec.config_base is not None and folder.config.exists():
+        history.config |= flattened(configs.read_yaml(folder.config))
+    return history
+
+
+def _config_of_trial(folder: RunFolder) -> dict[str, Any]:
+    """Return the whole config of a trial; for one without a config, such as a command, its parameters."""
+    if folder.config.exists():
+        return flattened(configs.read_yaml(folder.config))
+    return hparams.parameters_of(folder)
+
+
+def _identity(spec: Spec) -> tuple[str, dict[str, Any]]:
+    """Return the target of a run and its values: those of a command are its `--name value` and `name=value`."""
+    if spec.target.command is None:
+        return spec.target.label, flattened(spec.config)
+    words, config, rest = list(spec.target.command), {}, []
+    while words:
+        word = words.pop(0)
+        name, equals, value = word.lstrip("-").partition("=")
+        if equals and name:
+            config[name] = value
+        elif word.startswith("--") and name and words and not words[0].startswith("--"):
+            config[name] = words.pop(0)
+        else:
+            rest.append(word)
+    return " ".join(rest), config
+
+
+def flattened(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return `{"model.width": 32}` for `{"model": {"width": 32}}`."""
+    found: dict[str, Any] = {}
+    for key, value in config.items():
+        if isinstance(value, dict) and value:
+            found |= flattened(value, f"{prefix}{key}.")
+        else:
+            found[f"{prefix}{key}"] = value
+    return found
+
+
+def _read_metrics(path: Path, on: On, history: History) -> None:
+    writers: dict[str, dict[int, list[tuple[int, float]]]] = {}
+    damaged = 0
+    # an incomplete last line is being written, or its writer has died
+    for line in path.read_bytes().split(b"\n")[:-1]:
+        try:
+            record = json.loads(line)
+            attempt, step = int(record.get("attempt", 1)), int(record[on])
+            values = {str(name): float(value) for name, value in record["metrics"].items()}
+        except (ValueError, TypeError, KeyError, AttributeError, OverflowError):
+            damaged += 1
+            continue
+        for name, value in values.items():
+            writers.setdefault(name, {}).setdefault(attempt, []).append((step, value))
+    repeated = 0
+    for name, by_attempt in writers.items():
+        points = [zip(*by_attempt[attempt], strict=True) for attempt in sorted(by_attempt)]
+        arrays = [(np.asarray(steps, np.int64), np.asarray(values, np.float64)) for steps, values in points]
+        history.curves[name] = newest(arrays)
+        repeated = max(repeated, sum(map(_repeated, arrays)))
+    if repeated:
+        fix = ", --on progress keeps them apart" if on == "step" else ""
+        history.notes.append(f"{counted(repeated, 'report')} superseded by a later one at the same {on}{fix}")
+    if damaged:
+        history.notes.append(f"{counted(damaged, 'damaged line')} of {path.name} skipped")
+
+
+# -- foreign runs
+
+
+def _foreign(source: Source, files: list[EventFile], on: On) -> History:
+    history = History(source.name, source.place)
+    _read_events(files, on, history)
+    history.config = flattened(_lightning_config(source.path) or history.config)
+    return history
+
+
+def _lightning_config(folder: Path) -> dict[str, Any]:
+    """Return the config that Lightning's loggers write next to their event files; empty if it is not plain values."""
+    path = folder / "hparams.yaml"
+    if not path.is_file():
+        return {}
+    try:
+        return configs.read_yaml(path)
+    except UserError:
+        return {}
+
+
+def _read_events(files: list[EventFile], on: On, history: History) -> None:
+    if files and on != "step":
+        history.notes.append(f"its event files have no {on}")
+        return
+    for file in files:
+        history.config |= file.config
+        if file.damaged:
+            history.notes.append(f"{counted(file.damaged, 'damaged record')} of {file.path.name} skipped")
+    repeated = 0
+    for tag in dict.fromkeys(tag for file in files for tag in file.scalars):
+        writers = list(_still_true(files, tag))
+        repeated = max(repeated, sum(map(_repeated, writers)))
+        curve = newest(writers)
+        if len(curve.steps):
+            history.curves[tag] = curve
+    if repeated:
+        history.notes.append(f"{counted(repeated, 'point')} superseded by a later one of its writer at the same step")
+
+
+def _still_true(files: list[EventFile], tag: str) -> Iterator[tuple[Integers, Floats]]:
+    """Yield the points of a tag by each writer, oldest first, without those that it took back by a restart."""
+    for place, file in enumerate(files):
+        points = file.scalars.get(tag)
+        if points is None:
+            continue
+        later = [step for newer in files[place + 1 :] for _, step in newer.restarts]
+        kept = np.ones(len(points.steps), bool) if not later else points.steps < min(later)
+        for record, step in file.restarts:
+            kept &= (points.records > record) | (points.steps < step)
+        yield points.steps[kept], points.values[kept]
+
+
+# -- repeated steps
+
+
+def newest(writers: Sequence[tuple[Integers, Floats]]) -> Curve:
+    """Merge the points of several writers, oldest first: a newer writer replaces everything from its first step on.
+
+    Of two values of one writer for the same step, the last one counts.
+    """
+    parts: list[tuple[Integers, Floats]] = []
+    for steps, values in reversed(writers):
+        if not len(steps):
+            continue
+        first = min((int(part[0][0]) for part in parts), default=None)
+        kept: NDArray[np.bool_] = np.ones(len(steps), bool) if first is None else steps < first
+        if kept.any():
+            parts.append(_last_of_each(steps[kept], values[kept]))
+    if not parts:
+        return Curve(np.empty(0, np.int64), np.empty(0))
+    parts.reverse()
+    return Curve(np.concatenate([part[0] for part in parts]), np.concatenate([part[1] for part in parts]))
+
+
+def _repeated(points: tuple[Integers, Floats]) -> int:
+    """Return how many points of a writer are replaced by other points of the same writer."""
+    return len(points[0]) - len(np.unique(points[0]))
+
+
+def _last_of_each(steps: Integers, values: Floats) -> tuple[Integers, Floats]:
+    """Return the last value of each step, by increasing steps."""
+    # the first of each in reverse order
+    found, places = np.unique(steps[::-1], return_index=True)
+    return found, values[::-1][places]

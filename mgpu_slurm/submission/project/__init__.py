@@ -1,0 +1,1 @@
+"""Find out about the user's project: its job, config, code snapshot and environment."""
