@@ -116,7 +116,13 @@ def best(name: str, as_yaml: bool, top: int | None, trial: int | None, as_json: 
 @click.command()
 @click.argument("name", metavar="STUDY")
 @click.option("--csv", "as_csv", is_flag=True, help="Print CSV, with a column for each parameter and rung.")
-@click.option("-o", "--output", type=click.Path(path_type=Path), metavar="FILE", help="Write to a file instead.")
+@click.option(
+    "-o",
+    "--output",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Write to FILE: CSV if its name ends in .csv, else JSON.",
+)
 @json_flag
 def trials(name: str, as_csv: bool, output: Path | None, as_json: bool) -> None:
     """List all trials of a sweep."""

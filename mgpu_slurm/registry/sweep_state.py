@@ -81,17 +81,20 @@ def overall(workers: Sequence[RunState], summary: SweepSummary) -> str:
 
 
 def unconfirmed(folder: RunFolder, summary: SweepSummary) -> int:
-    """Return how many of the best trials of a sweep are still to be trained again for its confirmation."""
+    """Return how many of the best trials of a sweep are still to be trained again for its confirmation.
+
+    Args:
+        summary: as it is in the file.
+    """
     if not summary.confirm or summary.best is None or (summary.over is not None and summary.over.failed):
         return 0
-    own, wanted = confirmation_folder(folder), min(summary.confirm, summary.trials["COMPLETE"])
-    if not own.summary.exists():
-        return wanted
+    own = confirmation_folder(folder)
+    if not is_confirmation(own):
+        return summary.unconfirmed
     confirmation = _written(own)
     if confirmation.over is not None and not confirmation.over.failed:
         return 0
-    left = confirmation.trials["WAITING"] + confirmation.trials["RUNNING"]
-    return left + max(0, wanted - sum(confirmation.trials.values()))
+    return summary.unconfirmed + confirmation.trials["WAITING"] + confirmation.trials["RUNNING"]
 
 
 def _is_done(summary: SweepSummary) -> bool:

@@ -110,7 +110,7 @@ class SweepSummary(Record):
     confirm: int = optional(0)
     """How many of the best trials are trained again when the sweep is over."""
     unconfirmed: int = optional(0)
-    """How many of them are left; not in the file, but found when it is read."""
+    """How many of them are left; in the file, without those that the confirmation has already."""
     over: SweepOver | None = None
     seconds: dict[str, tuple[int, float]] = field(default_factory=dict)
     """For `complete` and `pruned` trials: their number, and how long workers have had all of them together."""

@@ -83,7 +83,7 @@ def prepare(folder: RunFolder, sweep: Sweep, trials: Sequence[FrozenTrial]) -> R
         Its folder; None if there is nothing to confirm.
     """
     own = confirmation_folder(folder)
-    points = best_points(trials, sweep)
+    points = summary.best_points(trials, sweep)
     if not own.path.exists():
         if not points:
             return None
@@ -121,7 +121,7 @@ def left(folder: RunFolder, sweep: Sweep, trials: Sequence[FrozenTrial]) -> int:
     own = confirmation_folder(folder)
     if sweep.confirm is None:
         return 0
-    points = best_points(trials, sweep)
+    points = summary.best_points(trials, sweep)
     if not is_confirmation(own):
         return len(points)
     known = sweep_file.load(own.sweep)
@@ -143,18 +143,6 @@ def allow_again(folder: RunFolder) -> None:
     over = studies.why_over(study)
     if over is not None and over.failed:
         studies.set_over(study, None)
-
-
-def best_points(trials: Sequence[FrozenTrial], sweep: Sweep) -> list[Values]:
-    """Return the values of the best trials, each once."""
-    assert sweep.confirm is not None
-    points: list[Values] = []
-    for trial in summary.ranked(trials, sweep):
-        if len(points) == sweep.confirm.top:
-            break
-        if (values := summary.parameters(trial, sweep)) not in points:
-            points.append(values)
-    return points
 
 
 def _file(folder: RunFolder, sweep: Sweep, points: Sequence[Values]) -> Config:

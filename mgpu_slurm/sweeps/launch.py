@@ -47,6 +47,13 @@ from mgpu_slurm.sweeps.worker_starts import Found, make_room, settled, waiting_t
 
 _NOTHING = "nothing was started (--dry-run)"
 
+_NOT_OF_WORKERS = {
+    "stuck_after": "the sweep's file has it: change `stuck_after` there and run `sweep FILE`",
+    "retries": "the sweep's file has it: change `max_retries` there and run `sweep FILE`",
+    "max_requeues": "workers are requeued until nothing is left to do: remove the option",
+}
+"""Options of a resume that do not apply to the workers of a sweep, with the reason."""
+
 
 @dataclass(frozen=True)
 class Options:
@@ -205,7 +212,7 @@ def _extend(folder: RunFolder, sweep: Sweep, values: Config, options: Options, n
         found = settled(folder, note)
         is_alive = any(states.is_alive(state.state) for _, state in found)
         spec = read_spec(folder)
-        change = _probed(replace(change_of(spec, old, sweep), new_code=options.new_code), sweep)
+        change = _probed(replace(change_of(old, sweep), new_code=options.new_code), sweep)
         gpus = sweep.resources.gpus_per_node
         gpus = spec.resources.gpus_per_node if gpus is None else gpus
         check_budget(sweep, gpus)
@@ -247,8 +254,10 @@ def resume(folder: RunFolder, change: Change, note: Note = quiet) -> str:
     folder = sweep_state.confirmed_by(folder)
     if change.profile is not None:
         raise UserError("--profile: a sweep's trials are not recorded: submit the job as a run")
-    for name in change.restart.given | change.parallelism.given:
-        raise UserError(f"--{name.replace('_', '-')}: a sweep's file sets it: change the file and run `sweep FILE`")
+    for name in change.restart.given.keys() & _NOT_OF_WORKERS.keys():
+        raise UserError(f"--{name.replace('_', '-')}: {_NOT_OF_WORKERS[name]}")
+    for name in change.parallelism.given:
+        raise UserError(f"--{name}: it is the same for all trials of a study: start another one (study=NAME)")
     with locked(folder.sweep_lock):
         sweep = sweep_file.load(folder.sweep)
         study = studies.load(sweep, folder.journal)

@@ -7,7 +7,7 @@ from dataclasses import replace
 from mgpu_slurm.core.errors import UserError
 from mgpu_slurm.core.formatting import program
 from mgpu_slurm.request.config import Config
-from mgpu_slurm.request.spec import RESOURCE_FLAGS, Resources, Spec
+from mgpu_slurm.request.spec import RESOURCE_FLAGS, Resources, RestartPolicy, Spec
 from mgpu_slurm.submission.resume_overrides import Change
 from mgpu_slurm.sweeps.scheduling import construction
 from mgpu_slurm.sweeps.search import space as spaces
@@ -116,9 +116,9 @@ def refuse_changes(old: Sweep, new: Sweep, change: Change) -> None:
     Raises:
         UserError: the file changes such a setting.
     """
-    settings = ("sampler", "pruner", "trials_per_worker")
+    settings = ("sampler", "pruner", "trials_per_worker", "stuck_after")
     told = [name for name in settings if getattr(old, name) != getattr(new, name)]
-    if change:
+    if change.given or change.new_code:
         told.append("resources or code")
     if told:
         raise UserError(
@@ -127,8 +127,8 @@ def refuse_changes(old: Sweep, new: Sweep, change: Change) -> None:
         )
 
 
-def change_of(spec: Spec, old: Sweep, new: Sweep) -> Change:
-    """Return the resources that change for new workers.
+def change_of(old: Sweep, new: Sweep) -> Change:
+    """Return what the file changes for new workers; what a resume has changed stays, unless the file changes it.
 
     Raises:
         UserError: the file no longer sets a resource that it set before, and its new value is unknown.
@@ -141,11 +141,9 @@ def change_of(spec: Spec, old: Sweep, new: Sweep) -> Change:
         if value is not None and now.get(name) is None and not is_implied:
             flag = name.replace("_", "-")
             raise UserError(f"resources: {flag} was {value} and is missing now: set resources.{flag}={value}")
-    changed = [name for name in new.flags if _of(new.resources, name) != _of(spec.resources, name)]
-    if "sbatch" in changed and not set(new.resources.sbatch.items()) - set(spec.resources.sbatch.items()):
-        # the additional options are from the cluster's file
-        changed.remove("sbatch")
-    return Change(flags={name: new.flags[name] for name in changed})
+    changed = [name for name in new.flags if _of(new.resources, name) != _of(old.resources, name)]
+    stuck_after = None if new.stuck_after == old.stuck_after else new.stuck_after
+    return Change(flags={name: new.flags[name] for name in changed}, restart=RestartPolicy(stuck_after=stuck_after))
 
 
 def _of(resources: Resources, flag: str) -> object:

@@ -126,7 +126,8 @@ def around(values: Config, name: str) -> Config:
     if len(complete) < LEAST_BEST:
         raise UserError(f"--around {name}: {len(complete)} of its trials are complete{feasible}: it needs {LEAST_BEST}")
     best = [summary.parameters(trial, sweep) for trial in complete[: max(LEAST_BEST, _share(len(complete)))]]
-    changed = {key: value for key, value in values.items() if key not in ("enqueue", "warm_start")}
+    # the file's number of trials would search a part of the grid
+    changed = {key: value for key, value in values.items() if key not in ("enqueue", "warm_start", "trials")}
     if changed.get("study") == folder.run:
         changed["study"] = f"{folder.run}-around"
     return changed | {"sampler": "grid", "space": _grid(sweep.space, best)}

@@ -5,6 +5,7 @@ Starting workers is the business of `submitting.restart`, which is only listened
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ import pytest
 from mgpu_slurm.core import files
 from mgpu_slurm.core.errors import ClusterError, UserError
 from mgpu_slurm.core.retry import Note
+from mgpu_slurm.request.parallelism import Parallelism
+from mgpu_slurm.request.spec import RestartPolicy, read_spec
 from mgpu_slurm.run_folder import records
 from mgpu_slurm.run_folder.layout import RunFolder
 from mgpu_slurm.submission import submit as submitting
@@ -142,6 +145,41 @@ def test_extension_changes_resources_but_rejects_missing_ones(tmp_path: Path, re
     extend(trials=2, resources={"mem": "8G", "sbatch": {"comment": "new"}})
     ((_, change),) = restarts.asked
     assert change == Change(flags={"mem": "8G", "sbatch": {"comment": "new"}})
+
+
+def test_extension_changes_what_its_file_changes(tmp_path: Path, restarts: Restarts) -> None:
+    """A resume may have changed resources since, which the file does not know."""
+    folder = ended(tmp_path, trials=1, resources={"mem": "4G"})
+    spec = read_spec(folder)
+    replace(spec, resources=replace(spec.resources, mem="16G")).write(folder)
+    extend(trials=2, resources={"mem": "4G"})
+    extend(trials=3, resources={"mem": "4G"}, stuck_after=120)
+    extend(trials=4, resources={"mem": "8G"}, stuck_after=120)
+    assert [change for _, change in restarts.asked] == [
+        NO_CHANGE,
+        Change(restart=RestartPolicy(stuck_after=120.0)),
+        Change(flags={"mem": "8G"}),
+    ]
+    records.update_state(folder.of_task(0), state="RUNNING")
+    with pytest.raises(UserError, match=r"^stuck_after: no change is possible while workers are running"):
+        extend(trials=5, resources={"mem": "8G"}, stuck_after=60)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (Change(restart=RestartPolicy(stuck_after=60)), "--stuck-after: the sweep's file has it: change `stuck_after`"),
+        (Change(restart=RestartPolicy(retries=3)), "--retries: the sweep's file has it: change `max_retries`"),
+        (Change(restart=RestartPolicy(max_requeues=3)), "--max-requeues: workers are requeued until"),
+        (Change(parallelism=Parallelism(strategy="fsdp")), "--strategy: it is the same for all trials of a study"),
+    ],
+)
+def test_options_that_do_not_apply_to_workers_are_refused(
+    change: Change, message: str, tmp_path: Path, restarts: Restarts
+) -> None:
+    folder = ended(tmp_path, trials=1)
+    with pytest.raises(UserError, match=message):
+        launch.resume(folder, change)
 
 
 def test_lower_trial_count_starts_no_worker_and_new_code_is_opt_in(tmp_path: Path, restarts: Restarts) -> None:

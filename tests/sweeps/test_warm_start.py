@@ -76,7 +76,6 @@ def test_grid_covers_the_region_of_the_best_tenth(make: Make) -> None:
         "direction": "minimize",
         "resources": {"nodes": 2},
         "sampler": "grid",
-        "trials": VALUES["trials"],
     }
     best = sorted((trial for trial in study.trials), key=lambda trial: trial.value or 0)[:4]
     rates = [trial.params["lr"] for trial in best]

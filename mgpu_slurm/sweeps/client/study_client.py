@@ -191,8 +191,8 @@ class StudyClient:
 
     def _assigned(self, attempt: int, seed: int | None = None) -> Assignment:
         own = self._running()
-        # a command that takes the seed for its confirmation takes it always
-        given = self._sweep.seed_values[0] if seed is None and self._sweep.command and self._sweep.sets_seeds else seed
+        # the confirmation has other seeds than this one, and a command that takes a seed takes it always
+        given = self._sweep.seed_values[0] if seed is None and self._sweep.sets_seeds else seed
         values = self._values | ({} if given is None else {"seed": given})
         words = trial_command.words_of(self._sweep.command, self._sweep.fixed | values)
         if words:

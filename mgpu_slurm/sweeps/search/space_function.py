@@ -100,11 +100,13 @@ def _takes(sweep: Sweep, spec: Spec, folder: RunFolder) -> Callable[[Values], An
         target.use_snapshot(folder.code / spec.workdir)
         return lambda values: trial_command.check_takes(sweep.command, values)
     job = target.job_function(spec, folder)
-    seed: Values = {"seed": sweep.seed_values[0]} if sweep.seeds > 1 else {}
+    seed: Values = {"seed": sweep.seed_values[0]} if sweep.sets_seeds else {}
 
     def fill(values: Values) -> None:
         if seed.keys() & values.keys():
-            raise UserError(f"space {sweep.space}: it chooses seed, which `seeds` sets: remove one of them")
+            raise UserError(
+                f"space {sweep.space}: it chooses seed, which `seeds` and `confirm` set: remove one of them"
+            )
         job.fill(configs.merge(spec.config, nested(values | seed)), spec.original)
 
     return fill

@@ -167,14 +167,22 @@ def _checked(keys: _Keys, source: str) -> Sweep:
         raise UserError(
             f"sampler cmaes: it takes one metric and no constraints: choose {', '.join(_SAMPLERS_FOR_SEVERAL)}"
         )
-    # with several metrics, tpe is Optuna's
-    with_pauses = _SAMPLERS_WITH_PAUSES if len(made.objectives) == 1 else _SAMPLERS_WITH_PAUSES[1:]
-    if made.pruner.pauses and made.sampler.name not in with_pauses:
+    if made.pruner.pauses:
+        _check_sampler_for_pauses(made)
+    return made
+
+
+def _check_sampler_for_pauses(made: Sweep) -> None:
+    # with several metrics, tpe is Optuna's; copies have values between the points of a grid
+    unfit = {"tpe"} if len(made.objectives) > 1 else set()
+    unfit |= {"grid"} if made.pruner.name == "pbt" else set()
+    fit = [name for name in _SAMPLERS_WITH_PAUSES if name not in unfit]
+    if made.sampler.name not in fit:
+        remedy = "" if made.pruner.name == "pbt" else ", or set `pause: false` in the pruner"
         raise UserError(
             f"sampler {made.sampler.name}: it learns from ended trials only, and would draw at random while trials are"
-            f" paused: choose {', '.join(with_pauses)}, or set `pause: false` in the pruner"
+            f" paused: choose {', '.join(fit)}{remedy}"
         )
-    return made
 
 
 def _check_storage(url: str) -> None:

@@ -12,6 +12,7 @@ from optuna.study import Study
 from optuna.trial import FrozenTrial, TrialState
 
 from mgpu_slurm.core.files import locked, write_whole
+from mgpu_slurm.registry.sweep_state import confirmation_folder, is_confirmation
 from mgpu_slurm.run_folder.layout import RunFolder
 from mgpu_slurm.run_folder.records import now
 from mgpu_slurm.run_folder.sweep_records import SchedulePart, SweepSummary, TrialSummary
@@ -20,6 +21,7 @@ from mgpu_slurm.sweeps.scheduling.construction import scheduler_of
 from mgpu_slurm.sweeps.scheduling.judged_values import is_feasible, value_of
 from mgpu_slurm.sweeps.scheduling.observations import COPY_OF
 from mgpu_slurm.sweeps.scheduling.rungs import values_at
+from mgpu_slurm.sweeps.search import sweep_file
 from mgpu_slurm.sweeps.search.parameters import Values
 from mgpu_slurm.sweeps.search.space import Space
 from mgpu_slurm.sweeps.search.sweep import Sweep
@@ -164,8 +166,30 @@ def _at_rung(trial: FrozenTrial, sweep: Sweep) -> float:
 def write(folder: RunFolder, study: Study, sweep: Sweep) -> None:
     """Write the summary file; under a lock, so that it never replaces a newer summary."""
     with locked(folder.summary_lock):
+        found = replace(summarize(study, sweep), unconfirmed=_unconfirmed(folder, study, sweep))
         # without indentation, for which the encoder is slow
-        write_whole(folder.summary, json.dumps(summarize(study, sweep).to_json()), sync=False)
+        write_whole(folder.summary, json.dumps(found.to_json()), sync=False)
+
+
+def _unconfirmed(folder: RunFolder, study: Study, sweep: Sweep) -> int:
+    """Return how many of the trials that are to be confirmed the confirmation does not have yet."""
+    if sweep.confirm is None:
+        return 0
+    own = confirmation_folder(folder)
+    known = sweep_file.load(own.sweep).enqueue if is_confirmation(own) else ()
+    return sum(point not in known for point in best_points(own_trials(study), sweep))
+
+
+def best_points(trials: Sequence[FrozenTrial], sweep: Sweep) -> list[Values]:
+    """Return the values of the best trials, as many as are confirmed, each once."""
+    assert sweep.confirm is not None
+    points: list[Values] = []
+    for trial in ranked(trials, sweep):
+        if len(points) == sweep.confirm.top:
+            break
+        if (values := parameters(trial, sweep)) not in points:
+            points.append(values)
+    return points
 
 
 def _is_known_point(trial: FrozenTrial, sweep: Sweep) -> bool:

@@ -135,11 +135,31 @@ def test_trials_that_become_the_best_later_are_added(tmp_path: Path) -> None:
     order = begin(part)
     assert order.study == "s"
     finish(part, 2.0)
+    # its worker may die before it adds the trial
+    assert sweep_state.summary_of(folder).unconfirmed == 1
     assert [train(part).values["x"] for _ in range(3)] == [order.values["x"]] * 3
     leave(part)
+    assert sweep_state.summary_of(folder).unconfirmed == 0
     found = confirmed(folder)
     assert found is not None
     assert sorted(each.number for each in found.trials) == [1, 3, 4]
+
+
+def test_fewer_points_than_are_to_be_confirmed_are_enough(tmp_path: Path) -> None:
+    constraints = {"gib": "<= 7"}
+    enqueue = [{"x": 0.5}, {"x": 0.5}, {"x": 0.7}]
+    folder = make_confirmed(tmp_path, confirm={"top": 3}, trials=3, enqueue=enqueue, constraints=constraints)
+    part = worker(folder, 0)
+    for gib in (5, 6, 8):
+        begin(part)
+        part.complete({"score": 0.5}, {"gib": gib}, step=1, progress=1)
+    for _ in range(5):
+        order = begin(part)
+        assert (order.study, order.values["x"]) == ("s-confirm", 0.5)
+        part.complete({"score": 0.5}, {"gib": 5}, step=1, progress=1)
+    leave(part)
+    records.update_state(folder.of_task(0), state="COMPLETED")
+    assert sweep_state.state_of(folder, [records.read_state(folder.of_task(0))]).state == "COMPLETED"
 
 
 def test_sweep_that_fails_or_has_no_result_is_not_confirmed(tmp_path: Path) -> None:

@@ -294,6 +294,11 @@ def test_a_password_in_the_file_is_refused_and_not_repeated(url: str) -> None:
     assert "ter2" not in str(refused.value)
 
 
+def test_population_needs_another_sampler_and_has_no_other_remedy() -> None:
+    with pytest.raises(UserError, match=r"while trials are paused: choose tpe, random$"):
+        sweep_file.parse(change(sampler="gp", pruner=PBT, trials=None)["values"], FILE)
+
+
 @pytest.mark.parametrize(
     "url",
     [
