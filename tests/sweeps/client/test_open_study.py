@@ -136,6 +136,7 @@ def test_trials_that_become_the_best_later_are_added(tmp_path: Path) -> None:
     assert order.study == "s"
     finish(part, 2.0)
     # its worker may die before it adds the trial
+    summary.write(folder, study_of(folder), sweep_of(folder))
     assert sweep_state.summary_of(folder).unconfirmed == 1
     assert [train(part).values["x"] for _ in range(3)] == [order.values["x"]] * 3
     leave(part)
