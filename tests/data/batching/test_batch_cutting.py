@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.data.batching.test_nests import ROW, ROWS, BatchEncoding, Example, Graph, Pair
 from torch.nn.utils.rnn import pack_sequence
 
 from mgpu_slurm.core.errors import UserError
 from mgpu_slurm.data.batching.batch_cutting import Cutter
+from tests.data.batching.test_nests import ROW, ROWS, BatchEncoding, Example, Graph, Pair
 
 IMAGES = [torch.full((3, 4 + i, 5), float(i)) for i in range(ROWS)]
 BOXES = [torch.full((1 + i % 4, 4), float(i)) for i in range(ROWS)]
