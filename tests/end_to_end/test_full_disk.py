@@ -11,15 +11,9 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tests.end_to_end.test_sweeps import trials_of
 from tests.support import Project, log
 
-JOB = '''
-    """Keeps the disk full from its second epoch to the last thing that it does in its fourth."""
+BALLAST = '''
     import threading
-    import time
     from pathlib import Path
-
-    import torch
-    from torch import nn
-    from torch.utils.data import TensorDataset
 
 
     class Ballast(threading.Thread):
@@ -45,6 +39,18 @@ JOB = '''
         def end(self):
             self._enough.set()
             self.join()
+'''
+
+JOB = '''
+    """Keeps the disk full from its second epoch to the last thing that it does in its fourth."""
+    import time
+    from pathlib import Path
+
+    import torch
+    from torch import nn
+    from torch.utils.data import TensorDataset
+
+    from ballast import Ballast
 
 
     def train(run, config: dict):
@@ -119,6 +125,7 @@ def in_a_namespace(project: Project, script: str, *words: str) -> subprocess.Com
 
 
 def test_training_continues_while_the_disk_is_full(project: Project) -> None:
+    project.write("ballast.py", BALLAST)
     project.write("train.py", JOB)
     done = call_on_a_small_disk(project, "submit", "train", "--executor", "local", "--nodes", "2", "--follow")
     assert done.returncode == 0, done.stdout + done.stderr
@@ -151,25 +158,13 @@ def test_cancel_while_the_disk_is_full_is_recorded(project: Project) -> None:
 PAUSING = '''
     """Fills the disk when the first trial is to pause, for some seconds."""
     import threading
-    import time
     from pathlib import Path
 
     import torch
     from torch import nn
     from torch.utils.data import TensorDataset
 
-
-    def fill(path, is_full, enough):
-        with open(path, "ab", buffering=0) as file:
-            while not enough.is_set():
-                for size in (1 << 20, 1):
-                    try:
-                        while True:
-                            file.write(bytes(size))
-                    except OSError:
-                        pass
-                is_full.set()
-        path.unlink()
+    from ballast import Ballast
 
 
     def train(run, config: dict):
@@ -187,10 +182,10 @@ PAUSING = '''
             # the trial is to pause now, with a checkpoint that is not written yet
             if epoch == 1 and not mark.exists():
                 mark.touch()
-                is_full, enough = threading.Event(), threading.Event()
-                threading.Thread(target=fill, args=(mark.with_name("ballast"), is_full, enough), daemon=True).start()
-                is_full.wait()
-                threading.Timer(4, enough.set).start()
+                ballast = Ballast(mark.with_name("ballast"))
+                ballast.start()
+                ballast.is_full.wait()
+                threading.Timer(4, ballast.end).start()
         return {"loss": float(config["lr"])}
 '''
 
@@ -208,6 +203,7 @@ space: {lr: {float: [0.001, 0.1], log: true}}
 
 
 def test_trial_that_pauses_while_the_disk_is_full_is_not_lost(project: Project) -> None:
+    project.write("ballast.py", BALLAST)
     project.write("train.py", PAUSING)
     project.write("sweep.yaml", SWEEP)
     done = call_on_a_small_disk(project, "sweep", "sweep.yaml", "--executor", "local")
