@@ -17,7 +17,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 
@@ -101,7 +101,7 @@ def linked(chosen: Choice) -> Iterator[Links]:
     runs = folder / "runs"
     try:
         runs.mkdir(parents=True)
-        _link(runs, [source for source in chosen.sources if not source.is_study])
+        _link(runs, [each for source in chosen.sources if not source.is_study for each in _with_seeds(source)])
         links = Links(runs, chosen.studies)
     except OSError as error:
         shutil.rmtree(folder, ignore_errors=True)
@@ -112,6 +112,18 @@ def linked(chosen: Choice) -> Iterator[Links]:
         yield links
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _with_seeds(source: Source) -> list[Source]:
+    """Return a run, and if it is a trial with several seeds also the runs of those."""
+    if source.own is None:
+        return [source]
+    _, *seeds = source.own.with_seeds()
+    return [source, *(replace(source, name=_name_of_seed(source.name, run), path=run.path, own=run) for run in seeds)]
+
+
+def _name_of_seed(trial: str, run: RunFolder) -> str:
+    return f"{trial}-seed-{run.path.name}"
 
 
 def _link(folder: Path, found: Sequence[Source]) -> None:
@@ -162,7 +174,7 @@ class Links:
             begun = os.listdir(study.trials) if study.trials.is_dir() else []
             for number in filter(str.isdigit, begun):
                 trial, *seeds = study.of_trial(int(number)).with_seeds()
-                runs = {number: trial} | {f"{number}-seed-{run.path.name}": run for run in seeds}
+                runs = {number: trial} | {_name_of_seed(number, run): run for run in seeds}
                 for name in runs.keys() - linked:
                     (place / layout.TRIALS / name).symlink_to(runs[name].tensorboard)
         self._write_experiment()

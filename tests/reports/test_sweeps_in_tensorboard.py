@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from mgpu_slurm.reports.tensorboard_server import choose, linked
 from mgpu_slurm.sweeps.hparams import PRUNED
 from tests.metrics.event_files import ended_run
 from tests.reports.sweeps import Sweeping, make_sweep
@@ -201,6 +202,18 @@ def test_each_trial_is_aggregated_as_a_run_with_its_own_config(project: Project)
     assert sum(group["metrics"]["loss"]["count"] for group in found["groups"]) >= 2
     assert any("1 of" in note and "still running: digits/trials/8 (UNKNOWN)" in note for note in found["notes"])
     assert any("without metrics: digits/trials/7 (FAILED)" in note for note in found["notes"])
+
+
+def test_named_trial_is_shown_with_the_runs_of_its_seeds(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MGPU_RUNS", str(project.runs))
+    made = make_sweep(project.runs)
+    number = made.run("done", 0.5)
+    for seed in range(2):
+        made.folder.of_trial(number).of_seed(seed).tensorboard.mkdir(parents=True)
+    with linked(choose([f"{made.folder.run}/trials/{number}"])) as links:
+        shown = {str(path.relative_to(links.folder)) for path in links.folder.rglob("*") if path.is_symlink()}
+    name = f"{made.folder.run}/trials/{number}"
+    assert shown == {name, f"{name}-seed-0", f"{name}-seed-1"}
 
 
 def test_trials_that_differ_only_in_the_seed_form_one_group(project: Project) -> None:
