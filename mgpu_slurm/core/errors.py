@@ -28,8 +28,8 @@ class ClusterError(MgpuError):
     exit_code = 3
 
 
-class CopyMismatch(UserError):
-    """A trial of a population cannot load the checkpoint of the trial that it copies."""
+class SweepError(UserError):
+    """The job cannot be trained as its sweep file demands, with whatever values: other trials would fail too."""
 
 
 class RunFailed(MgpuError):

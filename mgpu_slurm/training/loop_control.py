@@ -13,7 +13,7 @@ from mgpu_slurm.checkpoints.rank_record import ProgressRecord
 from mgpu_slurm.checkpoints.saver import Saver
 from mgpu_slurm.checkpoints.state.train_state import Keeper, Restored
 from mgpu_slurm.core import log_lines
-from mgpu_slurm.core.errors import RunStopped, TrialPaused, UserError
+from mgpu_slurm.core.errors import RunStopped, SweepError, TrialPaused, UserError
 from mgpu_slurm.data import randomness
 from mgpu_slurm.data.loader_positions import LoaderPlace
 from mgpu_slurm.data.loaders import Loader
@@ -264,12 +264,12 @@ class LoopControl:
         """Pause the trial of a sweep at the next boundary. Every rank must call it.
 
         Raises:
-            UserError: the job could not continue after a pause.
+            SweepError: the job could not continue after a pause.
         """
         if not self.keeps:
-            raise UserError(
-                "the job does not call run.restore, so that a paused trial could not continue: call it, or set `pause:"
-                " false` in the sweep's pruner, or `pruner: none` if it has `seeds`"
+            raise SweepError(
+                "the job does not call run.restore, so that a paused trial could not continue: call it, or choose a"
+                " pruner without pauses (asha with `pause: false`, or none)"
             )
         self._pauses = True
 

@@ -8,9 +8,8 @@ from typing import Any
 from mgpu_slurm.checkpoints.state.own_settings import OwnSettings
 from mgpu_slurm.checkpoints.state.train_state import Keeper
 from mgpu_slurm.core import log_lines
-from mgpu_slurm.core.errors import CopyMismatch, MgpuError, UserError
+from mgpu_slurm.core.errors import MgpuError, SweepError, UserError
 from mgpu_slurm.core.files import read_json
-from mgpu_slurm.core.formatting import first_line
 from mgpu_slurm.data.loaders import Loader
 from mgpu_slurm.metrics.reporter import Reporter
 from mgpu_slurm.rank.communication.collectives import Collectives
@@ -110,9 +109,9 @@ class Restorer:
         except (RuntimeError, ValueError, UserError) as error:
             if own is None:
                 raise
-            raise CopyMismatch(
+            raise SweepError(
                 "this trial is a copy of another one, whose checkpoint does not fit: remove the parameters that the"
-                f" shapes of the model depend on from the pruner's `perturb` ({first_line(str(error))})"
+                f" shapes of the model depend on from the pruner's `perturb` ({' '.join(str(error).split())})"
             ) from error
         if own is not None:
             own.put_back()

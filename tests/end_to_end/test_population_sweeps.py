@@ -89,7 +89,7 @@ def test_copies_continue_from_a_checkpoint_with_their_own_rate(project: Project)
 def test_parameter_that_changes_shapes_is_named(project: Project) -> None:
     space = {"lr": {"float": [1e-4, 0.2], "log": True}, "width": {"int": [2, 64]}}
     folder = swept(project, pruner=PBT | {"perturb": ["lr", "width"]}, space=space)
-    said = "CopyMismatch: this trial is a copy of another one, whose checkpoint does not fit: remove"
+    said = "SweepError: this trial is a copy of another one, whose checkpoint does not fit: remove"
     failed = [json.loads(path.read_text())["message"] for path in folder.glob("trials/*/failure.json")]
     # each worker may have begun one
     assert len(failed) in (1, 2)

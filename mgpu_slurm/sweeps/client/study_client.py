@@ -105,11 +105,12 @@ class StudyClient:
             self._open.settle_deaths()
             over = self._open.end.why_over()
             has_failed = over is not None and over.failed
-            if over is None and self._health.waits_for_news():
+            waits = over is None and self._health.waits_for_news()
+            # trials that were begun are finished
+            trial = None if has_failed else self._take(is_over=over is not None, only_doubted=waits)
+            if trial is None and waits:
                 time.sleep(PAUSE)
                 return None
-            # trials that were begun are finished
-            trial = None if has_failed else self._take(is_over=over is not None)
             if trial is None:
                 before, self._polls = self._polls, not has_failed and self._open.waits()
                 if self._polls:
@@ -148,7 +149,11 @@ class StudyClient:
         """Number of trials that have ended in this attempt of the worker."""
         return sum(self._shared.had(trial) for trial in self._shared.trials() if trial.state.is_finished())
 
-    def _take(self, is_over: bool) -> Trial | None:
+    def _take(self, is_over: bool, only_doubted: bool) -> Trial | None:
+        if only_doubted:
+            # another worker may wait for this one as this one waits for it
+            return studies.take_doubted(self._shared.study, self._sweep, self._shared.worker)
+
         def take() -> Trial | None:
             lock, snapshots = self._open.folder.trials_lock, self._shared.snapshots
             return studies.take(

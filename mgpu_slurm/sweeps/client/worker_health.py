@@ -60,6 +60,7 @@ class WorkerHealth:
         if self._waits_until is None:
             self._waits_until = time.monotonic() + LONGEST_WAIT
             self._shared.show(trial=None, reason="its last trials failed: waiting for results of other workers")
+            self._shared.write_summary()
             log_lines.say("the last trials failed here: waiting for results of other workers")
         self.has_waited = True
         # the workers waited for may be dead

@@ -9,7 +9,7 @@ from datetime import datetime
 
 from optuna.trial import FrozenTrial, TrialState
 
-from mgpu_slurm.core.errors import CopyMismatch
+from mgpu_slurm.core.errors import SweepError
 from mgpu_slurm.sweeps.scheduling import samplers
 from mgpu_slurm.sweeps.scheduling.samplers import Doubt
 from mgpu_slurm.sweeps.study import claims as claiming
@@ -38,13 +38,23 @@ class Place:
 
 
 def goes_well(trials: Sequence[FrozenTrial]) -> bool:
-    """Return whether any trial has ended well or reported a value without failing."""
-    return any(map(_goes_well, trials))
+    """Return whether any trial has ended well, or has come further than those that failed."""
+    furthest = max((_reports(trial) for trial in trials if trial.state == TrialState.FAIL), default=0.0)
+    return any(_goes_well(trial, furthest) for trial in trials)
 
 
-def _goes_well(trial: FrozenTrial) -> bool:
-    ended_well = trial.state in (TrialState.COMPLETE, TrialState.PRUNED)
-    return ended_well or (trial.state != TrialState.FAIL and _has_reported(trial))
+def _goes_well(trial: FrozenTrial, furthest: float) -> bool:
+    if trial.state in (TrialState.COMPLETE, TrialState.PRUNED):
+        return True
+    if trial.state == TrialState.WAITING and samplers.DOUBT not in trial.system_attrs:
+        # paused, or given back by a worker that had to leave
+        return _has_reported(trial)
+    return trial.state != TrialState.FAIL and _reports(trial) > furthest
+
+
+def _reports(trial: FrozenTrial) -> float:
+    """Return the number of values that a trial has reported; a half if only one of its seeds has reported one."""
+    return len(trial.intermediate_values) or 0.5 * (SEED_REPORTED in trial.system_attrs)
 
 
 def _has_reported(trial: FrozenTrial) -> bool:
@@ -71,9 +81,9 @@ def common_failure(trials: Sequence[FrozenTrial], limit: int | None) -> str | No
 
 
 def mismatch(trials: Sequence[FrozenTrial]) -> str | None:
-    """Return why other copies of a population would fail like the trial that failed last; None if it was no copy."""
+    """Return why other trials would fail like the one that failed last; None unless its error says so."""
     failed = [trial for trial in _by_end(trials) if trial.state == TrialState.FAIL]
-    if not failed or CopyMismatch.__name__ not in _reason(failed[-1]):
+    if not failed or SweepError.__name__ not in _reason(failed[-1]):
         return None
     return f"trial {failed[-1].number} failed: {_reason(failed[-1])}"
 

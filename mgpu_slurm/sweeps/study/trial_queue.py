@@ -27,6 +27,7 @@ from mgpu_slurm.core.files import locked
 from mgpu_slurm.run_folder.sweep_records import SweepOver
 from mgpu_slurm.sweeps import optuna_adapter
 from mgpu_slurm.sweeps.optuna_adapter import FIXED_PARAMS
+from mgpu_slurm.sweeps.scheduling import samplers
 from mgpu_slurm.sweeps.scheduling.construction import sampler_of, scheduler_of
 from mgpu_slurm.sweeps.scheduling.observations import COPY_OF
 from mgpu_slurm.sweeps.scheduling.rung_tpe import RungTpe
@@ -170,6 +171,18 @@ def take(
             _ = trial.relative_params
     # another sampler draws later, which may take long
     return trial
+
+
+def take_doubted(study: Study, sweep: Sweep, worker: Worker) -> Trial | None:
+    """Take a trial that has failed on another worker, to show whether it fails here too; None if there is none."""
+
+    def is_doubted(trial: FrozenTrial) -> bool:
+        doubt = samplers.doubt_of(trial)
+        return doubt is not None and doubt.worker != worker.number and was_given_back(trial, sweep)
+
+    optuna_adapter.forget_cached_trials(study)
+    found = _take_waiting(study, worker, is_doubted)
+    return None if found is None else Trial(study, found)
 
 
 def all_tried(study: Study) -> bool:

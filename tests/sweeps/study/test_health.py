@@ -77,12 +77,28 @@ class TestCommonFailures:
         begin(part)
         finish(part, 1.0)
         begin(part)
-        with pytest.raises(SweepFailed, match="trial 1 failed: CopyMismatch: this trial"):
-            part.fail("CopyMismatch: this trial is a copy of another one")
+        with pytest.raises(SweepFailed, match="trial 1 failed: SweepError: this trial"):
+            part.fail("SweepError: this trial is a copy of another one")
         studies.set_over(study_of(folder), None)
         part = worker(folder, 0, attempt=2)
         fail(part, reason="ValueError: no data")
         assert states(folder) == ["COMPLETE", "FAIL", "FAIL"]
+
+    def test_trials_that_all_fail_after_a_report_end_the_sweep(self, tmp_path: Path) -> None:
+        """A running trial that has come no further than those that failed is no sign that they fail for the node."""
+        folder = make(tmp_path, trials=12)
+        one, other = worker(folder, 0), worker(folder, 1)
+        begin(one), begin(other)
+        for _ in range(2):
+            for part in (one, other):
+                part.report(1, {"score": 0.5})
+            for part in (one, other):
+                part.fail("ValueError: it cannot be saved")
+                begin(part)
+        for part in (one, other):
+            part.report(1, {"score": 0.5})
+        with pytest.raises(SweepFailed, match="the first 5 trials all failed with the same error"):
+            one.fail("ValueError: it cannot be saved")
 
     def test_third_failure_is_retried_elsewhere_if_another_trial_goes_well(self, tmp_path: Path) -> None:
         """The node of the failing worker may be broken."""
@@ -282,6 +298,26 @@ class TestBrokenNode:
         notes = studies.notes(study_of(folder))
         assert (studies.OVER in notes, notes[f"{samplers.INNOCENT}3"]) == (False, [4, 5])
         assert study_of(folder).trials[6].state.name == "COMPLETE"
+
+    def test_workers_that_wait_for_each_other_try_the_trials_of_the_other(self, tmp_path: Path) -> None:
+        """What they read is gone, for example: no worker is left whose results they could wait for."""
+        folder = make(tmp_path, trials=20, workers=2)
+        one, other = worker(folder, 0), worker(folder, 1)
+        do_well(one, other)
+        for part in (one, other) * 2:
+            fail(part)
+        for part in (one, other):
+            begin(part)
+        for part in (one, other):
+            part.fail("OSError: no GPU")
+        doubted = [number for number, state in enumerate(states(folder)) if state == "WAITING"]
+        assert len(doubted) == 2
+        assert [begin(one).number, begin(other).number] == doubted[::-1]
+        # as soon as both have failed there too, both go on
+        one.fail("OSError: no GPU")
+        other.fail("OSError: no GPU")
+        assert begin(one).number > max(doubted)
+        assert begin(other).number > max(doubted)
 
     def test_retry_elsewhere_must_get_past_already_reported_progress(self, tmp_path: Path) -> None:
         folder = make(tmp_path, trials=20, workers=2)
