@@ -88,7 +88,7 @@ def run() -> Section:
         for task in TASKS:
             cases = {name: partial(_search, made, task, how, count(1)) for name, how in METHODS.items()}
             rows += _rows(task, interleave(cases, SEEDS, warm_ups=0))
-    return Section("epochs", ABOUT, rows, [])
+    return Section("epochs", ABOUT, rows, NOTES)
 
 
 def _rows(task: Task, efforts: dict[str, list[Effort]]) -> Iterator[Row]:
@@ -140,4 +140,8 @@ ABOUT = (
     f" `jobs/digits.py`, five parameters, accuracy {TASKS[0].accuracy:.4f}. Spirals: points of two spirals, six"
     f" parameters, accuracy {TASKS[1].accuracy}. A search ends after {TRIALS} trials; the number of seeds that had"
     " reached the accuracy by then is shown, and the epochs of the others are lower bounds."
+)
+NOTES = (
+    "Digits: about one random trial in six reaches its accuracy, so that any few whole trials find one. `asha` trains"
+    " many trials for one epoch before it trains one for nine.",
 )

@@ -211,6 +211,7 @@ def resume(
     did not complete; for a sweep: workers for the remaining trials.
     """
     from mgpu_slurm import api
+    from mgpu_slurm.registry.sweep_state import summary_of
     from mgpu_slurm.request.parallelism import Parallelism
     from mgpu_slurm.request.spec import RestartPolicy, read_spec
     from mgpu_slurm.submission.resume_overrides import Change
@@ -222,6 +223,7 @@ def resume(
     restart, parallelism = RestartPolicy.taken_from(flags), Parallelism.taken_from(flags)
     change = Change(resource_values(flags, extra), restart, parallelism, profile, new_code=code == "new")
     before = read_spec(found.files)
+    ended = [trial.number for trial in summary_of(found.files).recent] if isinstance(found, api.Study) else []
     job_id = found.resume(change, print_note)
     spec = read_spec(found.files)
     if as_json:
@@ -233,7 +235,7 @@ def resume(
         print(f"strategy  {spec.parallelism.words} (was {before.parallelism.words})")
     print(f"resumed run {found.name} as job {job_id}", flush=True)
     if not spec.is_queued if follow is None else follow:
-        follow_to_the_end(found.name, after_attempt=attempts)
+        follow_to_the_end(found.name, after_attempt=attempts, without=ended)
     else:
         print(how_to_follow(found.name))
 

@@ -91,7 +91,7 @@ def nearest(word: str, known: list[str]) -> str:
     """Return ` (did you mean 'lr'?)` if one of the known words is close, else the list of them."""
     import difflib
 
-    close = difflib.get_close_matches(word, known, n=1, cutoff=0.6)
+    close = difflib.get_close_matches(word, known, n=1, cutoff=0.65)
     if close:
         return f" (did you mean {close[0]!r}?)"
     return f" (known: {', '.join(known)})" if known else ""

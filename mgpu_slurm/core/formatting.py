@@ -41,6 +41,11 @@ def short_value(value: object) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
+def cut(line: str, columns: int) -> str:
+    """Return a line that fits into so many columns."""
+    return line if len(line) <= columns else f"{line[: columns - 3]}..."
+
+
 def first_line(text: str) -> str:
     """Return the first line of a text; an empty string if it has none."""
     return (text.splitlines() or [""])[0]

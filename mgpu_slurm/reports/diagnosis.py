@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import math
 import os
-import pickle
 import re
-from collections import defaultdict
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 from mgpu_slurm.core import log_lines
 from mgpu_slurm.core.errors import CollectiveMismatch, MgpuError
@@ -18,7 +15,7 @@ from mgpu_slurm.core.files import end_of, read_json
 from mgpu_slurm.core.formatting import counted, first_line, program, short_path, time_of
 from mgpu_slurm.core.hostlist import ranges
 from mgpu_slurm.registry import dependencies, sweep_state
-from mgpu_slurm.reports import attempts, sweep_status
+from mgpu_slurm.reports import attempts, flight_records, sweep_status
 from mgpu_slurm.request.spec import Spec, read_spec
 from mgpu_slurm.run_folder import failures, records, states
 from mgpu_slurm.run_folder.failures import Cause
@@ -41,11 +38,6 @@ _STACK_FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<fu
 _COMMAND = re.compile(r"`(?:mgpu-slurm )?(resume|clean|doctor|submit|sweep)(?P<run> RUN)?(?P<new> --code new)?\b")
 """A command in the fix of a cause."""
 _CONTINUES = re.compile(r"`resume` continues(?: from the newest checkpoint)?")
-
-_RANK = re.compile(r"-flight-(\d+)(.*)")
-
-Collective: TypeAlias = dict[str, Any]
-"""An entry in the dump of a flight recorder."""
 
 
 @dataclass(frozen=True)
@@ -146,7 +138,7 @@ def _of_failure(folder: RunFolder, failure: Failure, cause: Cause, state: RunSta
         time=failure.time or _end_of_attempt(folder, failure.attempt),
         error=failure.message if failure.error is None else f"{failure.error}: {first_line(failure.message)}",
         line=_lines_of_all(folder, failure) or _own_line(_traceback(folder, failure), folder),
-        lagged=lagging(folder, failure.attempt),
+        lagged=flight_records.lagging(folder, failure.attempt),
         log=short_path(log) if log is not None and has_log else _launch_log(folder, state),
     )
 
@@ -154,6 +146,8 @@ def _of_failure(folder: RunFolder, failure: Failure, cause: Cause, state: RunSta
 def _fix(cause: Cause, folder: RunFolder) -> str:
     """Return how to fix a cause, with commands that can be copied."""
     fix, spec = cause.fix, read_spec(folder)
+    if spec.kind == "sweep" and _has_completed(folder.group):
+        return "nothing is left to do: other workers have trained its trials"
     if not records.attempts_started(folder):
         fix = _CONTINUES.sub("`resume` submits it again", fix)
     elif spec.kind == "run" and not spec.target.is_command and not any(folder.checkpoints.glob("step-*")):
@@ -165,6 +159,11 @@ def _fix(cause: Cause, folder: RunFolder) -> str:
         fix = fix.replace(" to continue from the newest checkpoint, or submit again to start over", "")
         fix = fix.replace("`resume --code new`", "submit it again")
     return _COMMAND.sub(lambda found: _command(found, folder, spec), fix)
+
+
+def _has_completed(sweep: RunFolder) -> bool:
+    workers = [state for _, state in records.read_states(sweep)]
+    return sweep_state.overall(workers, sweep_state.summary_of(sweep, workers)) == states.COMPLETED
 
 
 def _command(found: re.Match[str], folder: RunFolder, spec: Spec) -> str:
@@ -300,7 +299,8 @@ def lines_of_complete(folder: RunFolder, runs: Sequence[RunState]) -> Iterator[s
         yield f"{folder.run}: all of its {len(runs)} runs completed"
         return
     state = sweep_state.state_of(folder, runs)
-    yield f"{state.state}  {folder.run}: {state.reason}; {counted(state.trials['FAIL'], 'trial')} failed"
+    failed = f"; {counted(state.trials['FAIL'], 'trial')} failed" if state.trials["FAIL"] else ""
+    yield f"{state.state}  {folder.run}: {state.reason}{failed}"
     yield from sweep_status.last_failure(folder, sweep_state.summary_of(folder))
 
 
@@ -348,53 +348,3 @@ def _history(folder: RunFolder, waits: bool) -> Iterator[str]:
         yield f"attempt {each.attempt}: {each.ended}; {each.then}"
     for path in sorted(folder.checkpoints.glob(f"{DAMAGED}*")):
         yield f"damaged   {short_path(path)} was damaged and was skipped"
-
-
-class _PlainUnpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        raise pickle.UnpicklingError(f"{module}.{name} in a dump of a flight recorder")
-
-
-def lagging(folder: RunFolder, attempt: int) -> str | None:
-    """Return which ranks began fewer collectives than others of their group, in words; None if unknown."""
-    newest: dict[tuple[str, str], dict[int, Collective]] = defaultdict(dict)
-    waiting = set()
-    for path in sorted(folder.logs.glob(f"{folder.flight_prefix(attempt).name}*")):
-        if match := _RANK.search(path.name):
-            for each in _collectives(path):
-                # by group, which may have collectives of gloo and of NCCL, each with separate numbers
-                newest[match[2], each["process_group"][0]][int(match[1])] = each
-                if not each.get("retired", True):
-                    waiting.add(int(match[1]))
-    groups = [of_ranks for _, of_ranks in sorted(newest.items())]
-    # a rank that waits in one group is late in others because of that
-    found = [_behind(of_ranks, excused) for excused in (waiting, set[int]()) for of_ranks in groups]
-    return next((words for words in found if words is not None), None)
-
-
-def _collectives(path: Path) -> list[Collective]:
-    """Return the collectives in a dump, oldest first; none if the file is not a dump."""
-    try:
-        with open(path, "rb") as file:
-            entries = _PlainUnpickler(file).load()["entries"]
-        keys = {"process_group", "collective_seq_id"}
-        return [each for each in entries if keys <= each.keys() and each.get("is_p2p") is False]
-    except (OSError, pickle.UnpicklingError, EOFError, KeyError, TypeError, ValueError, AttributeError, IndexError):
-        return []
-
-
-def _behind(of_ranks: dict[int, Collective], excused: Set[int]) -> str | None:
-    """
-    Args:
-        of_ranks: the newest collective of each rank.
-        excused: ranks that are not named.
-    """
-    counts = {rank: int(each["collective_seq_id"]) for rank, each in of_ranks.items()}
-    most = max(counts.values())
-    late = [rank for rank, count in sorted(counts.items()) if count < most and rank not in excused]
-    if not late:
-        return None
-    first = next(rank for rank, count in sorted(counts.items()) if count == most)
-    ranks = f"rank{'s' if len(late) > 1 else ''} {', '.join(map(str, late))}"
-    what = of_ranks[first].get("profiling_name", "a collective")
-    return f"{ranks} never reached {what} (#{most} of its group), in which rank {first} was"

@@ -18,7 +18,7 @@ from datetime import datetime, timezone
 from typing import Any
 
 from mgpu_slurm.core.errors import UserError
-from mgpu_slurm.core.formatting import counted, duration, program, short_value, time_of
+from mgpu_slurm.core.formatting import counted, cut, duration, program, short_value, time_of
 from mgpu_slurm.core.retry import Note, quiet
 from mgpu_slurm.registry import lookup, sweep_state
 from mgpu_slurm.registry.watch import Watch
@@ -200,7 +200,7 @@ def overview(states: list[RunState], room: os.terminal_size | None = None) -> st
     shown = entries if room is None else _with_room(entries, room.lines - 3)
     lines = _lines(shown)
     if room is not None and max(map(len, lines)) > room.columns:
-        lines = [_cut(line, room.columns) for line in _narrow_lines(shown, room.columns, _LEAST_ROOM_FOR_METRICS)]
+        lines = [cut(line, room.columns) for line in _narrow_lines(shown, room.columns, _LEAST_ROOM_FOR_METRICS)]
     if left := len(entries) - len(shown):
         lines.append(f"and {left} older ones that have ended; show all: {program()} status | less")
     return "\n".join(lines)
@@ -286,10 +286,6 @@ def _shortened(name: str) -> str:
         return name
     end = len("-hhmmss-xxxx")
     return f"{name[: _LONGEST_NAME - end - 3]}...{name[-end:]}"
-
-
-def _cut(line: str, columns: int) -> str:
-    return line if len(line) <= columns else f"{line[: columns - 3]}..."
 
 
 def _by_group(states: list[RunState]) -> Iterator[tuple[str | None, list[RunState]]]:

@@ -8,8 +8,8 @@ from datetime import datetime, timezone
 from itertools import chain
 from pathlib import Path
 
-from mgpu_slurm.core.formatting import duration, program, short_path, short_value, time_of
-from mgpu_slurm.registry.sweep_state import overall, reason, summary_of
+from mgpu_slurm.core.formatting import cut, duration, program, short_path, short_value, time_of
+from mgpu_slurm.registry.sweep_state import is_confirmation, overall, reason, summary_of
 from mgpu_slurm.request.spec import read_spec
 from mgpu_slurm.run_folder import records, states
 from mgpu_slurm.run_folder.layout import RunFolder
@@ -29,7 +29,8 @@ def lines(folder: RunFolder, workers: Sequence[RunState], room: int | None = Non
     summary = summary_of(folder, workers)
     state = overall(workers, summary)
     told = [
-        f"study     {folder.run}  {state}{_why(folder.run, workers, summary, state)}",
+        f"study     {folder.run}  {state}{_why(workers, summary, state)}",
+        *_advice(folder.run, workers, summary, state),
         f"trials    {_trials(summary)}",
         *_best(folder, summary),
         *(f"{'' if place else 'known':<9} {_trial(summary, trial)}" for place, trial in enumerate(summary.known)),
@@ -40,22 +41,22 @@ def lines(folder: RunFolder, workers: Sequence[RunState], room: int | None = Non
         "",
         *_workers(workers),
     ]
-    return [line[:room] for line in told]
+    return [line if room is None else cut(line, room) for line in told]
 
 
-def _why(study: str, workers: Sequence[RunState], summary: SweepSummary, state: str) -> str:
-    over = summary.over
-    if over is not None and not summary.unconfirmed:
-        return f": {over.reason}"
-    if states.is_alive(state) or state == states.COMPLETED:
-        return ""
-    advice = (
-        f"; continue with `{program()} resume {study}`"
-        if summary.trials["RUNNING"] + summary.trials["WAITING"] + summary.promotable + summary.unconfirmed
-        else ""
-    )
-    told = reason(workers, summary, state)
-    return f": {told}{'' if 'resume' in told else advice}"
+def _why(workers: Sequence[RunState], summary: SweepSummary, state: str) -> str:
+    if summary.over is not None and not summary.unconfirmed:
+        return f": {summary.over.reason}"
+    ended_early = not states.is_alive(state) and state != states.COMPLETED
+    return f": {reason(workers, summary, state)}" if ended_early else ""
+
+
+def _advice(study: str, workers: Sequence[RunState], summary: SweepSummary, state: str) -> list[str]:
+    left = summary.trials["RUNNING"] + summary.trials["WAITING"] + summary.promotable + summary.unconfirmed
+    is_over = summary.over is not None and not summary.unconfirmed
+    if is_over or states.is_alive(state) or state == states.COMPLETED or not left:
+        return []
+    return [] if "resume" in reason(workers, summary, state) else [f"continue  {program()} resume {study}"]
 
 
 def _confirmation(folder: RunFolder, summary: SweepSummary) -> list[str]:
@@ -124,6 +125,9 @@ def parameters(values: Mapping[str, object]) -> str:
 def _spent(folder: RunFolder, workers: int, summary: SweepSummary) -> str:
     """Return how long the workers have used their nodes, and about how much time pruning saved."""
     gpus = read_spec(folder).resources.gpus
+    if is_confirmation(folder):
+        # its workers are those of the sweep, which has most of their time
+        return _hours(sum(seconds for _, seconds in summary.seconds.values()) / 3600, gpus)
     hours = sum(records.hours(folder.of_task(number)) for number in range(workers))
     told = _hours(hours, gpus)
     complete, complete_seconds = summary.seconds.get("complete", (0, 0.0))
@@ -145,7 +149,8 @@ def _seconds(worker: RunState, now: datetime) -> float:
 
 def _left(workers: Sequence[RunState], summary: SweepSummary) -> list[str]:
     """Return the estimated time for the remaining trials, from those that have ended."""
-    running = sum(len(worker.by_process()) for worker in workers if worker.state == states.RUNNING)
+    at_work = chain.from_iterable(worker.by_process() for worker in workers if worker.state == states.RUNNING)
+    running = sum(each.trial is not None for each in at_work)
     lengths = [trial.seconds for trial in summary.recent if trial.seconds is not None]
     left = summary.trials["WAITING"]
     # how many paused trials will be promoted is unknown

@@ -97,7 +97,9 @@ def _show(staging: RunFolder, made: Plan) -> None:
     except OSError:
         if not made.folder.path.exists():
             raise
-        raise UserError(f"{made.spec.run!r} was created by another process at the same time: try again") from None
+        raise UserError(
+            f"{made.spec.run!r} was created by another process at the same time: choose another name"
+        ) from None
 
 
 def rehearse(request: Request, note: Note = quiet, add: Addition = nothing) -> Plan:

@@ -22,11 +22,12 @@ from mgpu_slurm.request.config import Config
 from mgpu_slurm.request.spec import RestartPolicy, read_spec
 from mgpu_slurm.run_folder import layout, states
 from mgpu_slurm.run_folder.layout import RunFolder
+from mgpu_slurm.run_folder.sweep_records import SweepOver
 from mgpu_slurm.slurm.sbatch import MayBeQueued
 from mgpu_slurm.submission import submit as submitting
 from mgpu_slurm.submission.plan import Plan, Request
 from mgpu_slurm.submission.resume_overrides import Change
-from mgpu_slurm.sweeps import confirmation, hparams, optuna_adapter, warm_start
+from mgpu_slurm.sweeps import confirmation, hparams, optuna_adapter, start_lines, warm_start
 from mgpu_slurm.sweeps.search import space as spaces
 from mgpu_slurm.sweeps.search import space_function, sweep_file
 from mgpu_slurm.sweeps.search.parameters import Values, kept
@@ -43,7 +44,7 @@ from mgpu_slurm.sweeps.sweep_checks import (
     refuse_differences,
     refuse_other_places,
 )
-from mgpu_slurm.sweeps.worker_starts import Found, make_room, settled, waiting_trials, workers_to_start
+from mgpu_slurm.sweeps.worker_starts import make_room, settled, waiting_trials, workers_to_start
 
 _NOTHING = "nothing was started (--dry-run)"
 
@@ -138,10 +139,12 @@ def _create(sweep: Sweep, values: Config, options: Options, note: Note) -> Start
         summary.write(staging, study, sweep)
 
     if options.dry_run:
-        made = submitting.rehearse(request, note, add)
+        with _naming_seeds(sweep):
+            made = submitting.rehearse(request, note, add)
         return Started(made.folder, made.spec.executor, None, _planned(made, sweep) + _rehearsed(made))
     try:
-        submission = submitting.submit(request, note, add)
+        with _naming_seeds(sweep):
+            submission = submitting.submit(request, note, add)
     except BaseException:
         if made_there and not (layout.runs_root() / sweep.study).exists():
             # a study in a database is not deleted with the folder
@@ -149,6 +152,18 @@ def _create(sweep: Sweep, values: Config, options: Options, note: Note) -> Start
         raise
     made = submission.plan
     return Started(made.folder, made.spec.executor, submission.job_id, _planned(made, sweep))
+
+
+@contextmanager
+def _naming_seeds(sweep: Sweep) -> Iterator[None]:
+    """Say in the error about a job without `seed` what in the file needs it."""
+    try:
+        yield
+    except UserError as error:
+        if not (sweep.sets_seeds and "unknown key 'seed'" in str(error)):
+            raise
+        key = "seeds" if sweep.seeds > 1 else "confirm"
+        raise UserError(f"{key}: the job's config has no `seed`: add `seed: int = 0` to it") from None
 
 
 def _request(sweep: Sweep, options: Options) -> Request:
@@ -220,17 +235,19 @@ def _extend(folder: RunFolder, sweep: Sweep, values: Config, options: Options, n
         refuse_other_places(spec, options.executor, options.cluster)
         if is_alive:
             refuse_changes(old, sweep, change)
-        # a call like this may raise the budget: the first worker checks whether it is still spent
-        left = waiting_trials(study, sweep, is_over=False)
+        over = studies.why_over(study)
+        # another budget may leave some of it: the first worker checks that
+        spent = over if old.budget == sweep.budget else None
+        left = _left(study, sweep, spent)
         starting = workers_to_start(folder, sweep, found, _and_to_confirm(left, folder, sweep, study))
         is_full = is_alive and not spec.is_queued
-        lines = _standing(old, sweep, len(trials), found) + _starts(len(starting), is_alive, is_full, options)
+        lines = start_lines.standing(old, sweep, change, len(trials), found)
+        lines += start_lines.starts(len(starting), is_alive, is_full, spent, options.new_code)
         starting = [] if is_full else starting
         before = frozenset(trial.number for trial in trials if trial.state.is_finished())
         if options.dry_run:
             return Started(folder, spec.executor, None, [*lines, _NOTHING], is_alive, before)
         job_id = None
-        over = studies.why_over(study)
 
         def undo() -> None:
             if over is not None:
@@ -238,7 +255,7 @@ def _extend(folder: RunFolder, sweep: Sweep, values: Config, options: Options, n
             summary.write(folder, study, old)
 
         with _written(folder, values, undo):
-            _add(folder, study, sweep)
+            _add(folder, study, sweep, stays_over=spent is not None and not spent.failed)
             if starting:
                 make_room(folder, starting)
                 job_id = submitting.restart(folder, starting, change, note)
@@ -274,10 +291,8 @@ def resume(folder: RunFolder, change: Change, note: Note = quiet) -> str:
             # the problem may be fixed
             studies.set_over(study, None)
         confirmation.allow_again(folder)
-        left, why = waiting_trials(study, sweep, is_over=False), ""
-        if over is not None and not over.failed:
-            given_back = sum(studies.was_given_back(trial, sweep) for trial in summary.own_trials(study))
-            left, why = given_back + summary.promotable(study, sweep, is_over=True), f" ({over.reason})"
+        left = _left(study, sweep, over)
+        why = "" if over is None or over.failed else f" ({over.reason})"
         # a worker that was killed may have recorded an end in the study, but not in this file
         summary.write(folder, study, sweep)
         starting = workers_to_start(folder, sweep, found, _and_to_confirm(left, folder, sweep, study))
@@ -289,36 +304,21 @@ def resume(folder: RunFolder, change: Change, note: Note = quiet) -> str:
         return submitting.restart(folder, starting, _probed(change, sweep), note)
 
 
+def _left(study: optuna.Study, sweep: Sweep, over: SweepOver | None) -> int | None:
+    """Return how many trials are waiting for workers; None for as many as the budget allows.
+
+    Args:
+        over: why the sweep is over; after a failure, whose cause may be fixed, all trials are left.
+    """
+    if over is None or over.failed:
+        return waiting_trials(study, sweep, is_over=False)
+    given_back = sum(studies.was_given_back(trial, sweep) for trial in summary.own_trials(study))
+    return given_back + summary.promotable(study, sweep, is_over=True)
+
+
 def _and_to_confirm(left: int | None, folder: RunFolder, sweep: Sweep, study: optuna.Study) -> int | None:
     """Return the number of waiting trials with those of the confirmation; None for as many as the budget allows."""
     return None if left is None else left + confirmation.left(folder, sweep, summary.own_trials(study))
-
-
-def _standing(old: Sweep, new: Sweep, trials: int, found: Found) -> list[str]:
-    at_work = sum(states.is_alive(state.state) for _, state in found)
-    lines = [f"study     {new.study}: {counted(trials, 'trial')} so far, {counted(at_work, 'worker')} running"]
-    if old.trials != new.trials:
-        known = "as many as the budget allows" if new.trials is None else new.trials
-        lines.append(f"trials    {known} (was {old.trials})")
-    for name in ("workers", "trials_per_worker", "sampler", "pruner"):
-        before, now = getattr(old, name), getattr(new, name)
-        if before != now:
-            lines.append(f"{name:<9} {getattr(now, 'words', now)} (was {getattr(before, 'words', before)})")
-    return lines
-
-
-def _starts(workers: int, is_alive: bool, is_full: bool, options: Options) -> list[str]:
-    """
-    Args:
-        workers: how many more the file asks for.
-        is_full: whether they have to wait for the running ones to end.
-    """
-    if not workers:
-        return [] if is_alive else ["workers   none started: all trials are done"]
-    if is_full:
-        return ["starts    no more workers until the running ones have ended: they share the same resources"]
-    code = "the project's, as it is now" if options.new_code else "the study's (--code new: the project's)"
-    return [f"starts    {counted(workers, 'worker')}", f"code      {code}"]
 
 
 @contextmanager
@@ -340,11 +340,11 @@ def _written(folder: RunFolder, values: Config, undo: Callable[[], None]) -> Ite
         raise
 
 
-def _add(folder: RunFolder, study: optuna.Study, sweep: Sweep) -> None:
+def _add(folder: RunFolder, study: optuna.Study, sweep: Sweep, stays_over: bool) -> None:
     with locked(folder.trials_lock):
         # no trial starts meanwhile
         studies.queue(study, _late_points(sweep, study))
-    if studies.why_over(study) is not None:
+    if studies.why_over(study) is not None and not stays_over:
         # the first worker checks whether it still is over
         studies.set_over(study, None)
     confirmation.allow_again(folder)

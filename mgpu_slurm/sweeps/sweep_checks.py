@@ -118,7 +118,9 @@ def refuse_changes(old: Sweep, new: Sweep, change: Change) -> None:
     """
     settings = ("sampler", "pruner", "trials_per_worker", "stuck_after")
     told = [name for name in settings if getattr(old, name) != getattr(new, name)]
-    if change.given or change.new_code:
+    # the number of trials of a worker changes its number of tasks
+    implied = {"ntasks-per-node"} if "trials_per_worker" in told else set()
+    if change.given.keys() - implied or change.new_code:
         told.append("resources or code")
     if told:
         raise UserError(

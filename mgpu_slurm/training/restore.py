@@ -111,7 +111,7 @@ class Restorer:
                 raise
             raise SweepError(
                 "this trial is a copy of another one, whose checkpoint does not fit: remove the parameters that the"
-                f" shapes of the model depend on from the pruner's `perturb` ({' '.join(str(error).split())})"
+                f" shapes of the model depend on from the pruner's `perturb` ({' '.join(str(error).split())[:300]})"
             ) from error
         if own is not None:
             own.put_back()

@@ -129,4 +129,4 @@ def test_job_without_a_seed_is_refused(project: Project) -> None:
     }))  # fmt: skip
     done = project.call("sweep", "sweep.yaml", "--executor", "local")
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
-    assert "unknown key 'seed'" in done.stderr
+    assert "seeds: the job's config has no `seed`: add `seed: int = 0` to it" in done.stderr

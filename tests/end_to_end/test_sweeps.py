@@ -114,11 +114,11 @@ def test_failed_pruned_and_killed_trials_do_not_affect_other_trials(project: Pro
     assert epochs(killed_once) == {1: [1, 2], 2: [2, 3]}
     assert [line["restored"] for line in seen(killed_once, rank=1) if "restored" in line] == [0, 1]
     assert epochs(killed) == {1: [1, 2], 2: [2]}
-    assert ends(folder, 7)["message"] == "its ranks died: rank 1 was killed by SIGKILL (2 of 2 times)"
+    assert ends(folder, 7)["message"] == "its attempt ended: rank 1 was killed by SIGKILL (2 of 2 times)"
 
     told = project.call("why", "study").stdout.splitlines()
     assert told[0] == "COMPLETED  study: 9 of 9 trials; 3 trials failed"
-    assert told[1].startswith("failed    trial 7: its ranks died: rank 1 was killed by SIGKILL  (")
+    assert told[1].startswith("failed    trial 7: its attempt ended: rank 1 was killed by SIGKILL  (")
 
     # all of that in the same processes, but where ranks may be out of step or hold too much
     for rank in range(2):
@@ -194,7 +194,7 @@ def test_trial_of_a_killed_worker_continues_and_the_sweep_can_grow(project: Proj
     assert len({trial.params["x"] for trial in trials_of(folder)}) == 9
     assert [worker["attempts"] for worker in facts_of(project)["workers"]] == [2, 2, 1]
     assert (
-        "workers   none started: all trials are done\n"
+        "starts    no worker: all trials are done\n"
         in project.call("sweep", "sweep.yaml", "trials=9", "workers=3").stdout
     )
 
@@ -214,7 +214,9 @@ def test_trial_continues_after_worker_time_limit_and_after_cancel(project: Proje
     assert "asked to save and end" in project.call("cancel", "study").stdout
     assert wait(project).returncode == 1
     assert (facts_of(project)["state"], states(folder)) == ("CANCELLED", ["WAITING"])
-    assert "2 unfinished: cancelled; continue with `" in project.call("status", "study").stdout.splitlines()[0]
+    first, second, *_ = project.call("status", "study").stdout.splitlines()
+    assert first.endswith("2 unfinished: cancelled")
+    assert second == "continue  mgpu-slurm resume study"
     (project.folder / "gate").touch()
     done = project.call("resume", "study")
     assert done.returncode == 0, done.stdout + done.stderr

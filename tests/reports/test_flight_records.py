@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from mgpu_slurm.reports import diagnosis
+from mgpu_slurm.reports import flight_records
 from mgpu_slurm.run_folder.layout import RunFolder
 
 
@@ -34,14 +34,16 @@ def test_ranks_that_did_not_reach_the_collective_are_named(folder: RunFolder) ->
     # gloo counts its own
     leave(folder, "0-cpu", collective(50))
     leave(folder, "3", collective(1), collective(2))
-    assert diagnosis.lagging(folder, 1) == ("ranks 1, 2 never reached nccl:sum (#2 of its group), in which rank 0 was")
-    assert diagnosis.lagging(folder, 2) is None
+    assert flight_records.lagging(folder, 1) == (
+        "ranks 1, 2 never reached nccl:sum (#2 of its group), in which rank 0 was"
+    )
+    assert flight_records.lagging(folder, 2) is None
 
 
 def test_no_rank_is_named_if_all_reached_the_same_collective(folder: RunFolder) -> None:
     for rank in ("0", "1"):
         leave(folder, rank, collective(1), collective(2))
-    assert diagnosis.lagging(folder, 1) is None
+    assert flight_records.lagging(folder, 1) is None
 
 
 def test_rank_that_waits_in_another_group_is_not_named(folder: RunFolder) -> None:
@@ -53,10 +55,10 @@ def test_rank_that_waits_in_another_group_is_not_named(folder: RunFolder) -> Non
     leave(folder, "3", collective(3, "at 3") | waits, collective(2, "top"))
     leave(folder, "4", collective(2, "at 3"))
     leave(folder, "5", collective(3, "at 3"), collective(4, "at 3") | waits)
-    assert diagnosis.lagging(folder, 1) == "rank 4 never reached nccl:sum (#4 of its group), in which rank 5 was"
+    assert flight_records.lagging(folder, 1) == "rank 4 never reached nccl:sum (#4 of its group), in which rank 5 was"
     # all wait, each for another one
     leave(folder, "4", collective(2, "at 3") | waits)
-    assert diagnosis.lagging(folder, 1) == "rank 0 never reached nccl:sum (#4 of its group), in which rank 1 was"
+    assert flight_records.lagging(folder, 1) == "rank 0 never reached nccl:sum (#4 of its group), in which rank 1 was"
 
 
 class Evil:
@@ -71,5 +73,5 @@ def test_invalid_record_is_ignored_and_not_executed(
     monkeypatch.chdir(tmp_path)
     leave(folder, "0", collective(2))
     Path(f"{folder.flight_prefix(1)}1").write_bytes(content)
-    assert diagnosis.lagging(folder, 1) is None
+    assert flight_records.lagging(folder, 1) is None
     assert not Path("hacked").exists()

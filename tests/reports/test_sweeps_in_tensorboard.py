@@ -200,7 +200,7 @@ def test_each_trial_is_aggregated_as_a_run_with_its_own_config(project: Project)
         widths = {made.values[int(run["run"].rpartition("/")[2])]["width"] for run in group["runs"]}
         assert widths == {group["config"]["width"]}
     assert sum(group["metrics"]["loss"]["count"] for group in found["groups"]) >= 2
-    assert any("1 of" in note and "still running: digits/trials/8 (UNKNOWN)" in note for note in found["notes"])
+    assert any("1 of" in note and "not ended yet: digits/trials/8" in note for note in found["notes"])
     assert any("without metrics: digits/trials/7 (FAILED)" in note for note in found["notes"])
 
 

@@ -120,6 +120,18 @@ def test_spent_budget_is_not_resumed_but_a_failed_sweep_is(tmp_path: Path, resta
     assert [tasks for tasks, _ in restarts.asked] == [[0]]
 
 
+def test_extension_starts_nobody_if_the_budget_is_spent_until_it_is_raised(tmp_path: Path, restarts: Restarts) -> None:
+    folder = ended(tmp_path, trials=1, budget={"hours": 1})
+    over = {"reason": "1 of 1 hours are over", "failed": False}
+    studies.note(study_of(folder), studies.OVER, over)
+    started = extend(trials=3, budget={"hours": 1})
+    assert started.lines[-1] == "starts    no worker: 1 of 1 hours are over"
+    assert (restarts.asked, studies.notes(study_of(folder))[studies.OVER]) == ([], over)
+    extend(trials=3, budget={"hours": 2})
+    assert [tasks for tasks, _ in restarts.asked] == [[0]]
+    assert studies.notes(study_of(folder))[studies.OVER] is None
+
+
 def test_extension_waits_for_a_leaving_worker_to_end(
     tmp_path: Path, restarts: Restarts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -160,7 +172,9 @@ def test_extension_changes_what_its_file_changes(tmp_path: Path, restarts: Resta
         Change(restart=RestartPolicy(stuck_after=120.0)),
         Change(flags={"mem": "8G"}),
     ]
-    records.update_state(folder.of_task(0), state="RUNNING")
+    records.update_state(folder.of_task(0), state="RUNNING", leaving=None)
+    with pytest.raises(UserError, match=r"^trials_per_worker: no change is possible"):
+        extend(trials=5, resources={"mem": "8G"}, stuck_after=120, trials_per_worker=2)
     with pytest.raises(UserError, match=r"^stuck_after: no change is possible while workers are running"):
         extend(trials=5, resources={"mem": "8G"}, stuck_after=60)
 
@@ -188,7 +202,7 @@ def test_lower_trial_count_starts_no_worker_and_new_code_is_opt_in(tmp_path: Pat
     assert started.lines[1:] == [
         "trials    1 (was 2)",
         "sampler   tpe (was random)",
-        "workers   none started: all trials are done",
+        "starts    no worker: all trials are done",
     ]
     extend(trials=3)
     launch.start(VALUES | {"workers": 1, "trials": 4}, {}, "sweep.yaml", launch.Options(new_code=True))

@@ -254,7 +254,7 @@ def _notes(group: Group, on: On, several: bool) -> list[str]:
     ended = ("", history.PRUNED)
     alive = [run for run in group.runs if run.state not in ended and states.is_alive(run.state) and run.curves]
     if alive:
-        found.append(f"{len(alive)} {of_all} still running: {_names(alive)}")
+        found.append(f"{len(alive)} {of_all} not ended yet: {_names(alive)}")
     silent = [run for run in group.runs if not run.curves]
     if silent:
         found.append(f"{len(silent)} {of_all} without metrics: {_names(silent)}")
@@ -286,6 +286,8 @@ def _notes_of_metric(metric: str, summary: Summary, group: Group, on: On) -> Ite
 
 
 def _names(runs: Iterable[History], more: Callable[[History], str] = lambda run: "") -> str:
-    told = [run.name + (f" ({run.state})" if run.state else "") + more(run) for run in runs]
+    # whether a trial without an outcome runs, waits or is paused is not known here
+    known = ("", states.UNKNOWN)
+    told = [run.name + (f" ({run.state})" if run.state not in known else "") + more(run) for run in runs]
     rest = len(told) - _NAMED
     return ", ".join(told[:_NAMED]) + (f" and {rest} more" if rest > 0 else "")

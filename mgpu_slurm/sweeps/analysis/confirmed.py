@@ -65,7 +65,7 @@ class Confirmation:
                 str(each.number),
                 f"{each.mean:.6g}",
                 f"{each.difference:.3g} ({each.interval[0]:.3g} to {each.interval[1]:.3g})" if place else "",
-                ("worse" if each.is_worse else "may be as good") if place else "best",
+                ("worse" if each.is_worse else "may be as good") if place else self._of_the_best(),
             ]
             for place, each in enumerate(self.trials)
         ]
@@ -75,6 +75,9 @@ class Confirmation:
         table = tabulate(rows, header, tablefmt="plain", disable_numparse=True).splitlines() if rows else []
         seeds = ", ".join(map(str, self.seeds))
         return [f"confirmed with seeds {seeds}, as study {self.study}{so_far}", *(line.rstrip() for line in table)]
+
+    def _of_the_best(self) -> str:
+        return "best" if len(self.trials) > 1 else "the only one: nothing to compare it with"
 
     def to_json(self) -> dict[str, object]:
         trials = [asdict(each) | {"is_worse": each.is_worse} for each in self.trials]

@@ -68,7 +68,7 @@ def objectives_of(
     return (Objective(metric, direction or "maximize"),)
 
 
-def constraints_of(bounds: Mapping[str, str]) -> tuple[Constraint, ...]:
+def constraints_of(bounds: Mapping[str, object]) -> tuple[Constraint, ...]:
     """Return the constraints of a sweep file: `{memory_gib: "<= 70"}`.
 
     Raises:
@@ -77,8 +77,8 @@ def constraints_of(bounds: Mapping[str, str]) -> tuple[Constraint, ...]:
     return tuple(_constraint(metric, bound) for metric, bound in bounds.items())
 
 
-def _constraint(metric: str, text: str) -> Constraint:
-    found = _BOUND.fullmatch(text.strip())
+def _constraint(metric: str, text: object) -> Constraint:
+    found = _BOUND.fullmatch(str(text).strip())
     try:
         bound = float(found[2]) if found else math.nan
     except ValueError:

@@ -88,7 +88,7 @@ class Sweep:
             *([f"knows     the trials of study {self.warm_start}"] if self.warm_start else []),
             *([f"seeds     {', '.join(map(str, self.seed_values))} for each trial"] if self.seeds > 1 else []),
             *self._confirm_words(),
-            f"workers   {self.workers}{self._shared_words()}",
+            f"workers   {self._workers_words()}{self._shared_words()}",
             *([f"budget    {words}"] if (words := self.budget.words(self.metric)) else []),
         ]
 
@@ -129,6 +129,10 @@ class Sweep:
             return []
         seeds = ", ".join(map(str, self.confirm_seeds))
         return [f"confirm   the best {self.confirm.top} with seeds {seeds}, as study {confirmation_of(self.study)}"]
+
+    def _workers_words(self) -> str:
+        needed = self.workers_for(self.most_at_once)
+        return f"{needed}, as no more than {self.most_at_once} trials can run" if needed < self.workers else str(needed)
 
     def _shared_words(self) -> str:
         return f", each with {self.trials_per_worker} trials at the same time" if self.trials_per_worker > 1 else ""

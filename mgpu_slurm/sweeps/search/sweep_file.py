@@ -43,7 +43,7 @@ class _Keys:
     metric: str | None = None
     direction: Direction | None = None
     metrics: dict[str, Direction] = field(default_factory=dict)
-    constraints: dict[str, str] = field(default_factory=dict)
+    constraints: Config = field(default_factory=dict)
     sampler: Sampler = field(default_factory=Sampler)
     pruner: Pruner = field(default_factory=Pruner)
     trials: int | None = None
@@ -178,10 +178,11 @@ def _check_sampler_for_pauses(made: Sweep) -> None:
     unfit |= {"grid"} if made.pruner.name == "pbt" else set()
     fit = [name for name in _SAMPLERS_WITH_PAUSES if name not in unfit]
     if made.sampler.name not in fit:
-        remedy = "" if made.pruner.name == "pbt" else ", or set `pause: false` in the pruner"
+        if made.pruner.name == "pbt":
+            raise UserError(f"sampler {made.sampler.name}: it does not go with pruner pbt: choose {', '.join(fit)}")
         raise UserError(
             f"sampler {made.sampler.name}: it learns from ended trials only, and would draw at random while trials are"
-            f" paused: choose {', '.join(fit)}{remedy}"
+            f" paused: choose {', '.join(fit)}, or set `pause: false` in the pruner"
         )
 
 

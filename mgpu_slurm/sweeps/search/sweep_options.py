@@ -109,6 +109,11 @@ class Pruner:
             raise UserError(f"population {self.population}: expected at least {_SMALLEST_POPULATION}")
         if self.interval is None or self.interval < 1:
             raise UserError("pbt needs interval: the progress between two comparisons, 1 or more")
+        if self.max_resource is not None and self.interval >= self.max_resource:
+            raise UserError(
+                f"interval {self.interval}: expected less than max_resource {self.max_resource}: members would never be"
+                " compared"
+            )
         if not self.perturb:
             raise UserError(
                 "pbt needs perturb: the parameters that a copy changes, such as [lr, momentum]; not those that the"
@@ -201,4 +206,4 @@ class Confirm:
     def __post_init__(self) -> None:
         for name, number, least in (("top", self.top, 1), ("seeds", self.seeds, 2)):
             if number < least:
-                raise UserError(f"confirm: {name} {number}: expected at least {least}")
+                raise UserError(f"{name} {number}: expected at least {least}")

@@ -164,5 +164,5 @@ def of_attempt(worker: RunFolder, attempt: int, trial: int) -> Death | None:
             message = first_line(event.message)
             if event.trial == trial:
                 return Death(f"{event.error}: {message}", is_trials_fault=True)
-            return Death(f"its ranks died: {message}")
+            return Death(f"its attempt ended: {message}")
     return None

@@ -191,7 +191,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         change(seeds=2, job={"command": "python t.py {lr}"}, space={"lr": {"float": [0, 1]}}),
         "seed: the command does not take it: write {seed} where it belongs",
     ),
-    "bound that is no number": (change(constraints={"gib": 70}), "constraints"),
+    "bound without a direction": (change(constraints={"gib": 70}), "constraints: gib: 70: expected '<= NUMBER' or"),
     "missing study": (without("study"), "'study' has no default and was not given"),
     "invalid study name": (change(study="a/b"), "run name 'a/b'"),
     "unknown key": (change(trails=3), "unknown key 'trails' (did you mean 'trials'?)"),
@@ -211,6 +211,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         change(sampler="gp", pruner={"name": "asha", "max_resource": 9}),
         "sampler gp: it learns from ended trials only, and would draw at random while trials are paused: choose tpe,"
         " random, grid, or set `pause: false` in the pruner",
+    ),
+    "population that is never compared": (
+        change(pruner=PBT | {"interval": 9, "max_resource": 9}, trials=None),
+        "interval 9: expected less than max_resource 9",
     ),
     "asha without max_resource": (change(pruner="asha"), "asha needs max_resource: the progress of a complete trial"),
     "pause of median": (
@@ -295,7 +299,7 @@ def test_a_password_in_the_file_is_refused_and_not_repeated(url: str) -> None:
 
 
 def test_population_needs_another_sampler_and_has_no_other_remedy() -> None:
-    with pytest.raises(UserError, match=r"while trials are paused: choose tpe, random$"):
+    with pytest.raises(UserError, match=r"sampler gp: it does not go with pruner pbt: choose tpe, random$"):
         sweep_file.parse(change(sampler="gp", pruner=PBT, trials=None)["values"], FILE)
 
 

@@ -64,7 +64,7 @@ def test_restarted_worker_does_not_keep_the_trial_of_its_previous_attempt(tmp_pa
     records.record_event(folder.of_task(0), "ended", attempt=1, trial=None, message="rank 1 was killed by SIGKILL")
     worker(folder, 0, attempt=2)
     assert recover(folder) == [0]
-    assert lost(folder, 0) == ["its ranks died: rank 1 was killed by SIGKILL (1 of 3 times)"]
+    assert lost(folder, 0) == ["its attempt ended: rank 1 was killed by SIGKILL (1 of 3 times)"]
 
 
 def test_trial_that_failed_with_its_own_error_is_not_retried(tmp_path: Path) -> None:
