@@ -29,7 +29,7 @@ class ClusterError(MgpuError):
 
 
 class SweepError(UserError):
-    """The job cannot be trained as its sweep file demands, with whatever values: other trials would fail too."""
+    """The job cannot be trained as its sweep file says, whatever the values: other trials would fail too."""
 
 
 class RunFailed(MgpuError):

@@ -90,7 +90,8 @@ def unconfirmed(folder: RunFolder, summary: SweepSummary) -> int:
         return 0
     own = confirmation_folder(folder)
     if not is_confirmation(own):
-        return summary.unconfirmed
+        # the summary does not say that it was deleted
+        return summary.unconfirmed or min(summary.confirm, summary.trials["COMPLETE"])
     confirmation = _written(own)
     if confirmation.over is not None and not confirmation.over.failed:
         return 0

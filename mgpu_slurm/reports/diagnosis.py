@@ -146,8 +146,8 @@ def _of_failure(folder: RunFolder, failure: Failure, cause: Cause, state: RunSta
 def _fix(cause: Cause, folder: RunFolder) -> str:
     """Return how to fix a cause, with commands that can be copied."""
     fix, spec = cause.fix, read_spec(folder)
-    if spec.kind == "sweep" and _has_completed(folder.group):
-        return "nothing is left to do: other workers have trained its trials"
+    if spec.kind == "sweep" and "resume" in fix and _has_completed(folder.group):
+        return "nothing is left to do: the sweep has completed"
     if not records.attempts_started(folder):
         fix = _CONTINUES.sub("`resume` submits it again", fix)
     elif spec.kind == "run" and not spec.target.is_command and not any(folder.checkpoints.glob("step-*")):

@@ -36,7 +36,7 @@ def lines(folder: RunFolder, workers: Sequence[RunState], room: int | None = Non
         *(f"{'' if place else 'known':<9} {_trial(summary, trial)}" for place, trial in enumerate(summary.known)),
         *_confirmation(folder, summary),
         *last_failure(folder, summary),
-        f"spent     {_spent(folder, len(workers), summary)}",
+        f"spent     {_spent(folder, workers, summary)}",
         *_left(workers, summary),
         "",
         *_workers(workers),
@@ -122,13 +122,14 @@ def parameters(values: Mapping[str, object]) -> str:
     return "  ".join(f"{name}={short_value(value)}" for name, value in values.items())
 
 
-def _spent(folder: RunFolder, workers: int, summary: SweepSummary) -> str:
+def _spent(folder: RunFolder, workers: Sequence[RunState], summary: SweepSummary) -> str:
     """Return how long the workers have used their nodes, and about how much time pruning saved."""
     gpus = read_spec(folder).resources.gpus
     if is_confirmation(folder):
         # its workers are those of the sweep, which has most of their time
-        return _hours(sum(seconds for _, seconds in summary.seconds.values()) / 3600, gpus)
-    hours = sum(records.hours(folder.of_task(number)) for number in range(workers))
+        trials = sum(seconds for _, seconds in summary.seconds.values())
+        return _hours(trials / max(len(worker.by_process()) for worker in workers) / 3600, gpus)
+    hours = sum(records.hours(folder.of_task(number)) for number in range(len(workers)))
     told = _hours(hours, gpus)
     complete, complete_seconds = summary.seconds.get("complete", (0, 0.0))
     pruned, pruned_seconds = summary.seconds.get("pruned", (0, 0.0))

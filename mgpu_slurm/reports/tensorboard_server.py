@@ -17,7 +17,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
@@ -101,8 +101,9 @@ def linked(chosen: Choice) -> Iterator[Links]:
     runs = folder / "runs"
     try:
         runs.mkdir(parents=True)
-        _link(runs, [each for source in chosen.sources if not source.is_study for each in _with_seeds(source)])
-        links = Links(runs, chosen.studies)
+        single = [source for source in chosen.sources if not source.is_study]
+        _link(runs, single)
+        links = Links(runs, chosen.studies, single)
     except OSError as error:
         shutil.rmtree(folder, ignore_errors=True)
         raise UserError(
@@ -112,14 +113,6 @@ def linked(chosen: Choice) -> Iterator[Links]:
         yield links
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-
-
-def _with_seeds(source: Source) -> list[Source]:
-    """Return a run, and if it is a trial with several seeds also the runs of those."""
-    if source.own is None:
-        return [source]
-    _, *seeds = source.own.with_seeds()
-    return [source, *(replace(source, name=_name_of_seed(source.name, run), path=run.path, own=run) for run in seeds)]
 
 
 def _name_of_seed(trial: str, run: RunFolder) -> str:
@@ -151,12 +144,16 @@ def _free_link(folder: Path, name: str) -> Path:
 class Links:
     """A folder of runs for TensorBoard, to which new trials of sweeps are added."""
 
-    def __init__(self, folder: Path, studies: Sequence[RunFolder]) -> None:
+    def __init__(self, folder: Path, studies: Sequence[RunFolder], single: Sequence[Source]) -> None:
         """
         Args:
             folder: contains the links of all other runs.
+            single: these runs; trials among them may have several seeds.
         """
         self.folder = folder
+        self._single = single
+        self._seeds: set[str] = set()
+        """The names of the runs of their seeds that are linked."""
         self._studies: dict[RunFolder, Path] = {}
         for study in studies:
             self._studies[study] = _free_link(folder, study.run)
@@ -177,6 +174,11 @@ class Links:
                 runs = {number: trial} | {_name_of_seed(number, run): run for run in seeds}
                 for name in runs.keys() - linked:
                     (place / layout.TRIALS / name).symlink_to(runs[name].tensorboard)
+        for source in self._single:
+            for run in source.own.with_seeds()[1:] if source.own is not None else ():
+                if (name := _name_of_seed(source.name, run)) not in self._seeds:
+                    self._seeds.add(name)
+                    _free_link(self.folder, name).symlink_to(run.tensorboard)
         self._write_experiment()
 
     def _write_experiment(self) -> None:

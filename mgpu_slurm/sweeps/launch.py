@@ -26,7 +26,7 @@ from mgpu_slurm.run_folder.sweep_records import SweepOver
 from mgpu_slurm.slurm.sbatch import MayBeQueued
 from mgpu_slurm.submission import submit as submitting
 from mgpu_slurm.submission.plan import Plan, Request
-from mgpu_slurm.submission.resume_overrides import Change
+from mgpu_slurm.submission.resume_overrides import Change, applied
 from mgpu_slurm.sweeps import confirmation, hparams, optuna_adapter, start_lines, warm_start
 from mgpu_slurm.sweeps.search import space as spaces
 from mgpu_slurm.sweeps.search import space_function, sweep_file
@@ -49,11 +49,13 @@ from mgpu_slurm.sweeps.worker_starts import make_room, settled, waiting_trials, 
 _NOTHING = "nothing was started (--dry-run)"
 
 _NOT_OF_WORKERS = {
-    "stuck_after": "the sweep's file has it: change `stuck_after` there and run `sweep FILE`",
-    "retries": "the sweep's file has it: change `max_retries` there and run `sweep FILE`",
+    "stuck_after": "set `stuck_after` in the sweep's file and run `sweep FILE`",
+    "retries": "set `max_retries` in the sweep's file and run `sweep FILE`",
     "max_requeues": "workers are requeued until nothing is left to do: remove the option",
 }
 """Options of a resume that do not apply to the workers of a sweep, with the reason."""
+
+_DECIDE_THE_END = ("budget", "sampler", "pruner", "confirm", "workers", "trials_per_worker")
 
 
 @dataclass(frozen=True)
@@ -227,17 +229,16 @@ def _extend(folder: RunFolder, sweep: Sweep, values: Config, options: Options, n
         found = settled(folder, note)
         is_alive = any(states.is_alive(state.state) for _, state in found)
         spec = read_spec(folder)
-        change = _probed(replace(change_of(old, sweep), new_code=options.new_code), sweep)
-        gpus = sweep.resources.gpus_per_node
-        gpus = spec.resources.gpus_per_node if gpus is None else gpus
+        change = _probed(replace(change_of(spec, old, sweep), new_code=options.new_code), sweep)
+        gpus = (sweep if "gpus-per-node" in change.given else spec).resources.gpus_per_node
         check_budget(sweep, gpus)
         check_shares(sweep, replace(spec.resources, gpus_per_node=gpus))
         refuse_other_places(spec, options.executor, options.cluster)
         if is_alive:
             refuse_changes(old, sweep, change)
         over = studies.why_over(study)
-        # another budget may leave some of it: the first worker checks that
-        spent = over if old.budget == sweep.budget else None
+        # with other settings, some of the budget may be left: the first worker checks that
+        spent = over if all(getattr(old, name) == getattr(sweep, name) for name in _DECIDE_THE_END) else None
         left = _left(study, sweep, spent)
         starting = workers_to_start(folder, sweep, found, _and_to_confirm(left, folder, sweep, study))
         is_full = is_alive and not spec.is_queued
@@ -259,6 +260,10 @@ def _extend(folder: RunFolder, sweep: Sweep, values: Config, options: Options, n
             if starting:
                 make_room(folder, starting)
                 job_id = submitting.restart(folder, starting, change, note)
+            elif change and not is_alive:
+                # for the workers of a later call, to which this file is the old one
+                with applied(folder, change):
+                    pass
         return Started(folder, spec.executor, job_id, lines, is_alive or bool(starting), before)
 
 

@@ -11,8 +11,8 @@ from mgpu_slurm.sweeps.worker_starts import Found
 
 
 def standing(old: Sweep, new: Sweep, change: Change, trials: int, found: Found) -> list[str]:
-    at_work = sum(states.is_alive(state.state) for _, state in found)
     """Return the state of a sweep, and how its file differs from the one before."""
+    at_work = sum(states.is_alive(state.state) for _, state in found)
     lines = [f"study     {new.study}: {counted(trials, 'trial')} so far, {counted(at_work, 'worker')} running"]
     if old.trials != new.trials:
         known = "as many as the budget allows" if new.trials is None else new.trials
@@ -21,8 +21,11 @@ def standing(old: Sweep, new: Sweep, change: Change, trials: int, found: Found) 
         before, now = getattr(old, name), getattr(new, name)
         if before != now:
             lines.append(f"{name:<9} {getattr(now, 'words', now)} (was {getattr(before, 'words', before)})")
-    if change.given:
-        lines.append(f"resources {' '.join(f'{name}={value}' for name, value in change.given.items())}")
+    # tasks follow from the number of trials of a worker
+    resources = {name: value for name, value in change.given.items() if name not in ("sbatch", "ntasks-per-node")}
+    resources |= new.resources.sbatch if "sbatch" in change.given else {}
+    if resources:
+        lines.append(f"resources {' '.join(f'{name}={value}' for name, value in resources.items())}")
     return lines
 
 

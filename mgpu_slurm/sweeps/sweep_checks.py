@@ -20,6 +20,9 @@ _PROGRESS_KEYS = ("epochs", "max_epochs", "num_epochs", "n_epochs")
 """Usual config keys for the number of epochs, which is the progress that most jobs report."""
 
 
+_TASKS = "ntasks-per-node"
+
+
 def check_classes(sweep: Sweep) -> None:
     """Check that sampler and pruner accept their options; a user's class may exist only in the run's code."""
     if sweep.sampler.name in sweep_options.SAMPLERS or sweep.sampler.name.startswith("optuna."):
@@ -29,11 +32,15 @@ def check_classes(sweep: Sweep) -> None:
 
 
 def check_resource(sweep: Sweep, config: Config) -> None:
-    """Check that a trial can reach the pruner's max_resource, if the job's config sets its length."""
+    """Check that a trial can reach the pruner's max_resource, if the job's config sets its length, and is compared."""
+    interval, most = sweep.pruner.interval, sweep.pruner.max_resource
+    if interval is not None and most is not None and interval >= most:
+        raise UserError(
+            f"pruner: interval {interval}: members would never be compared: expected less than max_resource {most}"
+        )
     if not isinstance(sweep.space, Space):
         # a space function may set the epochs too
         return
-    most = sweep.pruner.max_resource
     searched = {parameter.name for parameter in sweep.space.parameters}
     for key, end in (sweep.fixed | config).items():
         if key in _PROGRESS_KEYS and key not in searched and isinstance(end, int) and most is not None and most > end:
@@ -119,7 +126,7 @@ def refuse_changes(old: Sweep, new: Sweep, change: Change) -> None:
     settings = ("sampler", "pruner", "trials_per_worker", "stuck_after")
     told = [name for name in settings if getattr(old, name) != getattr(new, name)]
     # the number of trials of a worker changes its number of tasks
-    implied = {"ntasks-per-node"} if "trials_per_worker" in told else set()
+    implied = {_TASKS} if "trials_per_worker" in told else set()
     if change.given.keys() - implied or change.new_code:
         told.append("resources or code")
     if told:
@@ -129,7 +136,7 @@ def refuse_changes(old: Sweep, new: Sweep, change: Change) -> None:
         )
 
 
-def change_of(old: Sweep, new: Sweep) -> Change:
+def change_of(spec: Spec, old: Sweep, new: Sweep) -> Change:
     """Return what the file changes for new workers; what a resume has changed stays, unless the file changes it.
 
     Raises:
@@ -145,7 +152,11 @@ def change_of(old: Sweep, new: Sweep) -> Change:
             raise UserError(f"resources: {flag} was {value} and is missing now: set resources.{flag}={value}")
     changed = [name for name in new.flags if _of(new.resources, name) != _of(old.resources, name)]
     stuck_after = None if new.stuck_after == old.stuck_after else new.stuck_after
-    return Change(flags={name: new.flags[name] for name in changed}, restart=RestartPolicy(stuck_after=stuck_after))
+    flags = {name: new.flags[name] for name in changed}
+    if old.trials_per_worker > 1 == new.trials_per_worker and _TASKS not in new.flags:
+        # as for a new sweep: one rank for each GPU
+        flags[_TASKS] = new.resources.gpus_per_node or spec.resources.gpus_per_node or 1
+    return Change(flags=flags, restart=RestartPolicy(stuck_after=stuck_after))
 
 
 def _of(resources: Resources, flag: str) -> object:

@@ -268,8 +268,8 @@ class LoopControl:
         """
         if not self.keeps:
             raise SweepError(
-                "the job does not call run.restore, so that a paused trial could not continue: call it, or choose a"
-                " pruner without pauses (asha with `pause: false`, or none)"
+                "the job does not call run.restore, so that a paused trial could not continue: call it, or start a"
+                " study with a pruner that needs no checkpoints (none; without `seeds` also asha with `pause: false`)"
             )
         self._pauses = True
 

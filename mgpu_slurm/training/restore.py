@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import torch
+
 from mgpu_slurm.checkpoints.state.own_settings import OwnSettings
 from mgpu_slurm.checkpoints.state.train_state import Keeper
 from mgpu_slurm.core import log_lines
 from mgpu_slurm.core.errors import MgpuError, SweepError, UserError
 from mgpu_slurm.core.files import read_json
+from mgpu_slurm.core.formatting import cut
 from mgpu_slurm.data.loaders import Loader
 from mgpu_slurm.metrics.reporter import Reporter
 from mgpu_slurm.rank.communication.collectives import Collectives
@@ -107,11 +110,11 @@ class Restorer:
             with self._steps.paused():
                 self._loop_control.resume_from(self._keeper.load(key, names))
         except (RuntimeError, ValueError, UserError) as error:
-            if own is None:
+            if own is None or isinstance(error, torch.cuda.OutOfMemoryError) or "CUDA error" in str(error):
                 raise
             raise SweepError(
                 "this trial is a copy of another one, whose checkpoint does not fit: remove the parameters that the"
-                f" shapes of the model depend on from the pruner's `perturb` ({' '.join(str(error).split())[:300]})"
+                f" shapes of the model depend on from the pruner's `perturb` ({cut(' '.join(str(error).split()), 300)})"
             ) from error
         if own is not None:
             own.put_back()

@@ -571,6 +571,10 @@ WRONG_SPACES = """
             },
             "max_resource 27: a trial ends at 5 (the job's epochs)",
         ),
+        (
+            {"pruner": {"name": "pbt", "interval": 3, "max_resource": 3, "perturb": ["x"]}, "trials": None},
+            "interval 3: members would never be compared: expected less than max_resource 3",
+        ),
         ({"space": "space.py:missing"}, "space.py has no 'missing' (known: fails, wrong)"),
         ({"space": "space.py:fails"}, "space space.py:fails: space.py:5: ZeroDivisionError: "),
         (
@@ -593,6 +597,7 @@ WRONG_SPACES = """
         "reversed range",
         "max_resource over the epochs",
         "max_resource over fixed epochs",
+        "population that is never compared",
         "missing function",
         "failing function",
         "function with an unknown parameter",

@@ -208,9 +208,11 @@ def test_named_trial_is_shown_with_the_runs_of_its_seeds(project: Project, monke
     monkeypatch.setenv("MGPU_RUNS", str(project.runs))
     made = make_sweep(project.runs)
     number = made.run("done", 0.5)
-    for seed in range(2):
-        made.folder.of_trial(number).of_seed(seed).tensorboard.mkdir(parents=True)
+    seeds = [made.folder.of_trial(number).of_seed(seed).tensorboard for seed in range(2)]
+    seeds[0].mkdir(parents=True)
     with linked(choose([f"{made.folder.run}/trials/{number}"])) as links:
+        seeds[1].mkdir(parents=True)
+        links.refresh()
         shown = {str(path.relative_to(links.folder)) for path in links.folder.rglob("*") if path.is_symlink()}
     name = f"{made.folder.run}/trials/{number}"
     assert shown == {name, f"{name}-seed-0", f"{name}-seed-1"}

@@ -179,11 +179,27 @@ def test_extension_changes_what_its_file_changes(tmp_path: Path, restarts: Resta
         extend(trials=5, resources={"mem": "8G"}, stuck_after=60)
 
 
+def test_change_is_kept_for_later_workers_if_none_starts(tmp_path: Path, restarts: Restarts) -> None:
+    folder = ended(tmp_path, trials=1, resources={"mem": "4G"})
+    extend(trials=1, resources={"mem": "8G"}, stuck_after=5)
+    assert restarts.asked == []
+    spec = read_spec(folder)
+    assert (spec.resources.mem, spec.stuck_after) == ("8G", 5.0)
+
+
+def test_worker_that_trains_one_trial_again_has_a_rank_for_each_gpu(tmp_path: Path, restarts: Restarts) -> None:
+    resources = {"gpus-per-node": 2}
+    ended(tmp_path, trials=1, resources=resources, trials_per_worker=2)
+    extend(trials=2, resources=resources)
+    ((_, change),) = restarts.asked
+    assert change.flags == {"ntasks-per-node": 2}
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (Change(restart=RestartPolicy(stuck_after=60)), "--stuck-after: the sweep's file has it: change `stuck_after`"),
-        (Change(restart=RestartPolicy(retries=3)), "--retries: the sweep's file has it: change `max_retries`"),
+        (Change(restart=RestartPolicy(stuck_after=60)), "--stuck-after: set `stuck_after` in the sweep's file"),
+        (Change(restart=RestartPolicy(retries=3)), "--retries: set `max_retries` in the sweep's file"),
         (Change(restart=RestartPolicy(max_requeues=3)), "--max-requeues: workers are requeued until"),
         (Change(parallelism=Parallelism(strategy="fsdp")), "--strategy: it is the same for all trials of a study"),
     ],

@@ -93,4 +93,4 @@ def _release(
         elif is_left:
             has_failed = recovery.release(shared.study, shared.sweep_folder, now, death, shared.sweep)
     if has_failed:
-        health.check()
+        health.check(death.reason)

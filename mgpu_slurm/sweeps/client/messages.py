@@ -63,7 +63,7 @@ class WorkerFinished(SystemExit):
 
 
 class SweepFailed(WorkerFinished):
-    """The sweep cannot continue: all trials fail with the same error, or the job does not report the metric."""
+    """The sweep cannot continue: its trials fail with the same error, or one says that the others will fail too."""
 
 
 class BrokenWorker(WorkerFinished):

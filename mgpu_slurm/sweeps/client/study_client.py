@@ -151,7 +151,8 @@ class StudyClient:
 
     def _take(self, is_over: bool, only_doubted: bool) -> Trial | None:
         if only_doubted:
-            # another worker may wait for this one as this one waits for it
+            if not self._health.others_wait():
+                return None
             return studies.take_doubted(self._shared.study, self._sweep, self._shared.worker)
 
         def take() -> Trial | None:
@@ -344,14 +345,14 @@ class StudyClient:
         else:
             own.fail(reason)
             self._ended()
-            self._health.check()
+            self._health.check(reason)
 
     def lose(self, reason: str) -> None:
         """End this attempt, whose process was killed here; the trial may succeed in its next one."""
         has_failed = self._running().lose(reason)
         self._ended()
         if has_failed:
-            self._health.check()
+            self._health.check(reason)
 
     def give_back(self, is_late: bool, has_saved: bool) -> None:
         """Give the trial back because the worker has to leave; another worker resumes it.

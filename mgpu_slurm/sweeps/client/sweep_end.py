@@ -143,12 +143,16 @@ def spent_time(sweep: Sweep, folder: RunFolder, gpus: int, trials: Sequence[Froz
     if budget.hours is not None:
         hours = hours_since_start(folder)
         if hours >= _for_the_search(budget.hours, clock):
-            return f"{hours:.3g} of {budget.hours:g} hours are over{rest}"
+            return f"{_amount(hours)} of {budget.hours:g} hours are over{rest}"
     if budget.gpu_hours is not None:
         used = worker_hours(folder) * gpus
         if used >= _for_the_search(budget.gpu_hours, summed * gpus / sweep.trials_per_worker):
-            return f"{used:.3g} of {budget.gpu_hours:g} GPU-hours are used{rest}"
+            return f"{_amount(used)} of {budget.gpu_hours:g} GPU-hours are used{rest}"
     return None
+
+
+def _amount(hours: float) -> str:
+    return f"{hours:.2f}" if hours >= 1 else f"{hours:.3g}"
 
 
 def _for_the_search(limit: float, confirmation: float) -> float:

@@ -6,6 +6,7 @@ import itertools
 import time
 from collections.abc import Sequence
 from datetime import datetime
+from typing import NoReturn
 
 from optuna.trial import FrozenTrial
 
@@ -67,24 +68,33 @@ class WorkerHealth:
         self._shared.recover()
         return time.monotonic() < self._waits_until
 
-    def check(self) -> None:
+    def others_wait(self) -> bool:
+        """Return whether all other workers wait for the result of a trial elsewhere, as this one does."""
+        return not self._is_at_work(but={self._number, *health.in_doubt(self._shared.trials())})
+
+    def check(self, reason: str) -> None:
         """Check after a failed trial whether to continue.
+
+        Args:
+            reason: why it failed.
 
         Raises:
             SweepFailed: all other trials will fail too.
             BrokenWorker: trials on this worker will fail.
         """
         self._may_be_broken = True
+        if health.concerns_all(reason):
+            self._end_sweep(reason)
         trials = self._shared.trials()
-        reason = health.mismatch(trials)
-        if reason is None:
-            common = health.common_failure(trials, self._shared.sweep.trials)
-            reason = None if common is not None and self._awaits_others(trials) else common
-        if reason is not None:
-            end_sweep(self._shared, reason, failed=True)
-            self._shared.write_summary()
-            raise SweepFailed(reason)
+        common = health.common_failure(trials, self._shared.sweep.trials)
+        if common is not None and not self._awaits_others(trials):
+            self._end_sweep(common)
         self._leave_if_broken(trials)
+
+    def _end_sweep(self, reason: str) -> NoReturn:
+        end_sweep(self._shared, reason, failed=True)
+        self._shared.write_summary()
+        raise SweepFailed(reason)
 
     def is_doubtful(self, trial: FrozenTrial, reason: str) -> bool:
         """Return whether another worker should try a trial that failed here."""

@@ -132,7 +132,9 @@ class Sweep:
 
     def _workers_words(self) -> str:
         needed = self.workers_for(self.most_at_once)
-        return f"{needed}, as no more than {self.most_at_once} trials can run" if needed < self.workers else str(needed)
+        if needed == self.workers:
+            return str(needed)
+        return f"{needed}, as no more than {self.most_at_once} trials can run at the same time"
 
     def _shared_words(self) -> str:
         return f", each with {self.trials_per_worker} trials at the same time" if self.trials_per_worker > 1 else ""

@@ -109,11 +109,6 @@ class Pruner:
             raise UserError(f"population {self.population}: expected at least {_SMALLEST_POPULATION}")
         if self.interval is None or self.interval < 1:
             raise UserError("pbt needs interval: the progress between two comparisons, 1 or more")
-        if self.max_resource is not None and self.interval >= self.max_resource:
-            raise UserError(
-                f"interval {self.interval}: expected less than max_resource {self.max_resource}: members would never be"
-                " compared"
-            )
         if not self.perturb:
             raise UserError(
                 "pbt needs perturb: the parameters that a copy changes, such as [lr, momentum]; not those that the"

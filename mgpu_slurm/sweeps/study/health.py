@@ -37,10 +37,21 @@ class Place:
     since: datetime
 
 
-def goes_well(trials: Sequence[FrozenTrial]) -> bool:
-    """Return whether any trial has ended well, or has come further than those that failed."""
-    furthest = max((_reports(trial) for trial in trials if trial.state == TrialState.FAIL), default=0.0)
+def goes_well(trials: Sequence[FrozenTrial], kind: str | None = None, least: float = 0.0) -> bool:
+    """Return whether any trial has ended well, or has come further than those that failed.
+
+    Args:
+        kind: count only failures of this kind; None for all.
+        least: number of reports of another failure of this kind.
+    """
+    furthest = max(least, _furthest(trials, kind))
     return any(_goes_well(trial, furthest) for trial in trials)
+
+
+def _furthest(trials: Sequence[FrozenTrial], kind: str | None = None) -> float:
+    """Return the largest number of reports of a failed trial."""
+    failed = [trial for trial in trials if trial.state == TrialState.FAIL]
+    return max((_reports(trial) for trial in failed if kind in (None, _kind_of(trial))), default=0.0)
 
 
 def _goes_well(trial: FrozenTrial, furthest: float) -> bool:
@@ -68,7 +79,8 @@ def common_failure(trials: Sequence[FrozenTrial], limit: int | None) -> str | No
         limit: maximum number of trials.
     """
     failed = [trial for trial in trials if trial.state == TrialState.FAIL]
-    if goes_well(trials) or len(set(map(_kind_of, failed))) != 1:
+    kinds = set(map(_kind_of, failed))
+    if len(kinds) != 1 or goes_well(trials):
         return None
     if len(failed) < min(FIRST_FAILURES, limit or FIRST_FAILURES):
         return None
@@ -80,24 +92,23 @@ def common_failure(trials: Sequence[FrozenTrial], limit: int | None) -> str | No
     return f"{alike}: {_reason(failed[-1])}"
 
 
-def mismatch(trials: Sequence[FrozenTrial]) -> str | None:
-    """Return why other trials would fail like the one that failed last; None unless its error says so."""
-    failed = [trial for trial in _by_end(trials) if trial.state == TrialState.FAIL]
-    if not failed or SweepError.__name__ not in _reason(failed[-1]):
-        return None
-    return f"trial {failed[-1].number} failed: {_reason(failed[-1])}"
+def concerns_all(reason: str) -> bool:
+    """Return whether the error of a trial says that other trials will fail too."""
+    return re.search(rf"\b{SweepError.__name__}: ", reason) is not None
 
 
 def is_suspect(trials: Sequence[FrozenTrial], place: Place) -> bool:
     """Return whether the first trials there failed with the same error so often that the next one should wait."""
-    return not goes_well(trials) and len(_streak(trials, place)) >= EARLY_FAILURES
+    streak = _streak(trials, place)
+    return len(streak) >= EARLY_FAILURES and not goes_well(trials, _kind_of(streak[-1]))
 
 
 def awaits_others(trials: Sequence[FrozenTrial]) -> bool:
-    """Return whether a worker whose last trial did not fail is running a trial that has not reported yet."""
+    """Return whether a worker whose last trial did not fail is running a trial that may still fail like others."""
     failing = {worker for worker, trial in _last_ended(trials).items() if trial.state == TrialState.FAIL}
-    silent = [trial for trial in trials if trial.state == TrialState.RUNNING and not _has_reported(trial)]
-    return any(failing.isdisjoint(claiming.claims(trial)) for trial in silent)
+    furthest = _furthest(trials)
+    early = [trial for trial in trials if trial.state == TrialState.RUNNING and _reports(trial) <= furthest]
+    return any(failing.isdisjoint(claiming.claims(trial)) for trial in early)
 
 
 def workers_with_trials(trials: Sequence[FrozenTrial]) -> set[int]:
@@ -114,13 +125,20 @@ def is_doubtful(trials: Sequence[FrozenTrial], place: Place, trial: FrozenTrial,
     streak = _streak(trials, place)
     is_alike = not streak or _kind_of(streak[-1]) == _kind(reason)
     before = len(streak) if is_alike else 0
-    return samplers.DOUBT not in trial.system_attrs and before + 1 >= LATER_FAILURES << cleared and goes_well(trials)
+    is_often = before + 1 >= LATER_FAILURES << cleared
+    return samplers.DOUBT not in trial.system_attrs and is_often and goes_well(trials, _kind(reason), _reports(trial))
 
 
 def is_in_doubt(trials: Sequence[FrozenTrial], place: Place) -> bool:
     """Return whether a trial that failed there is still to be tried on another worker."""
     unfinished = [trial for trial in trials if not trial.state.is_finished()]
     return any(_doubt_of(trial, place) is not None and _verdict(trial, place) is None for trial in unfinished)
+
+
+def in_doubt(trials: Sequence[FrozenTrial]) -> set[int]:
+    """Return the workers of which a trial is still to be tried on another one."""
+    doubts = [samplers.doubt_of(trial) for trial in trials if not trial.state.is_finished()]
+    return {doubt.worker for doubt in doubts if doubt is not None}
 
 
 def broken_worker(trials: Sequence[FrozenTrial], place: Place) -> str | None:

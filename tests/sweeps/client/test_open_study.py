@@ -163,6 +163,18 @@ def test_fewer_points_than_are_to_be_confirmed_are_enough(tmp_path: Path) -> Non
     assert sweep_state.state_of(folder, [records.read_state(folder.of_task(0))]).state == "COMPLETED"
 
 
+def test_sweep_whose_confirmation_was_deleted_is_not_confirmed(tmp_path: Path) -> None:
+    folder = make_confirmed(tmp_path)
+    part = worker(folder, 0)
+    train_sweep(part)
+    for _ in range(6):
+        train(part)
+    leave(part)
+    assert sweep_state.summary_of(folder).unconfirmed == 0
+    shutil.rmtree(confirmation_folder(folder).path)
+    assert sweep_state.summary_of(folder).unconfirmed == 2
+
+
 def test_sweep_that_fails_or_has_no_result_is_not_confirmed(tmp_path: Path) -> None:
     folder = make_confirmed(tmp_path)
     part = worker(folder, 0)

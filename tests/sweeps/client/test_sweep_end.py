@@ -99,7 +99,7 @@ def test_hours_count_from_the_first_start_and_gpu_hours_over_all_workers(tmp_pat
     assert sweep_end.hours_since_start(folder) == pytest.approx(2.0, abs=0.01)
     assert sweep_end.worker_hours(folder) == pytest.approx(2.5, abs=0.01)
     assert why(folder, [], gpus=2) is None
-    assert why(folder, [], gpus=3) == "7.5 of 7 GPU-hours are used"
+    assert why(folder, [], gpus=3) == "7.50 of 7 GPU-hours are used"
     worked(folder, 1, (3.25, 3.2))
     assert why(folder, [], gpus=2) == "3.25 of 3 hours are over"
 
@@ -130,9 +130,9 @@ def with_lengths(*hours: float) -> list[FrozenTrial]:
     [
         # two trials at a time, two seeds of an hour each: another two hours
         ({"hours": 4.1}, 0, 2, None),
-        ({"hours": 3.9}, 0, 2, "2 of 3.9 hours are over, and the rest is for the confirmation"),
+        ({"hours": 3.9}, 0, 2, "2.00 of 3.9 hours are over, and the rest is for the confirmation"),
         ({"gpu_hours": 17}, 2, 2, None),
-        ({"gpu_hours": 15.9}, 2, 2, "8 of 15.9 GPU-hours are used, and the rest is for the confirmation"),
+        ({"gpu_hours": 15.9}, 2, 2, "8.00 of 15.9 GPU-hours are used, and the rest is for the confirmation"),
         # at least half of it is for the search
         ({"hours": 4.1}, 0, 50, None),
     ],

@@ -212,10 +212,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         "sampler gp: it learns from ended trials only, and would draw at random while trials are paused: choose tpe,"
         " random, grid, or set `pause: false` in the pruner",
     ),
-    "population that is never compared": (
-        change(pruner=PBT | {"interval": 9, "max_resource": 9}, trials=None),
-        "interval 9: expected less than max_resource 9",
-    ),
     "asha without max_resource": (change(pruner="asha"), "asha needs max_resource: the progress of a complete trial"),
     "pause of median": (
         change(pruner={"name": "median", "pause": False}),
