@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from mgpu_slurm.reports import diagnosis
+from mgpu_slurm.reports import flight_records
 from mgpu_slurm.run_folder.layout import RunFolder
 from tests.support import Project, log
 
@@ -169,7 +169,7 @@ def test_stuck_rank_is_named_with_its_source_line(stuck: Project) -> None:
     waits = log(folder, 0)
     assert "no progress for 9 s since step 8: it waits for other ranks in gloo:all_reduce at train.py" in waits
     assert "in train" in waits
-    told = diagnosis.lagging(RunFolder(folder), 1)
+    told = flight_records.lagging(RunFolder(folder), 1)
     assert told is not None
     assert told.startswith("rank 1 never reached gloo:all_reduce (#")
 
