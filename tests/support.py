@@ -10,7 +10,7 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -104,6 +104,16 @@ def require(problem: str | None) -> None:
     """
     if problem is not None:
         (pytest.fail if os.environ.get("CI") == "true" else pytest.skip)(f"{LACKING}{problem}")
+
+
+def with_long(cases: Iterable[Any], short: Collection[Any]) -> list[Any]:
+    """Return the cases of a parametrized test, of which only the short ones run in `make test`: the others, which take
+    the processors for long and repeat much of it, are left to `make long`."""
+    assert set(short) <= set(cases)
+    return [
+        case if case in short else pytest.param(*(case if isinstance(case, tuple) else [case]), marks=pytest.mark.long)
+        for case in cases
+    ]
 
 
 def make_project(base: Path) -> Project:

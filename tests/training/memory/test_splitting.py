@@ -34,6 +34,7 @@ from mgpu_slurm.training.memory.found_size import FoundSize, is_memory_error
 from mgpu_slurm.training.memory.sharded_exchanges import Exchange, ExchangeOrder
 from mgpu_slurm.training.run import Run
 from tests.ranks import run_ranks
+from tests.support import with_long
 
 WIDTH = 600
 """A layer has more parameters than a bucket of DDP."""
@@ -195,7 +196,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("layout", "place", "step"), CASES)
+@pytest.mark.parametrize(("layout", "place", "step"), with_long(CASES, CASES[::2]))
 def test_step_is_repeated_in_smaller_parts_on_all_ranks(layout: str, place: str, step: int) -> None:
     ranks, parallelism = LAYOUTS[layout]
     found = run_ranks(train, ranks, place, PLACES[place], None, step, layout=parallelism.layout(ranks, ranks))
@@ -218,7 +219,11 @@ def test_first_step_is_repeated_if_memory_runs_out_before_the_model_is_called(la
 
 
 @pytest.mark.parametrize(
-    ("layout", "step", "stride"), [("fsdp", AT, 2), ("fsdp", LEARNED, 1), ("zero2", LEARNED, 3), ("hsdp", AT, 3)]
+    ("layout", "step", "stride"),
+    with_long(
+        [("fsdp", AT, 4), ("zero2", LEARNED, 3), ("fsdp", AT, 1), ("fsdp", LEARNED, 1), ("hsdp", AT, 3)],
+        [("fsdp", AT, 4), ("zero2", LEARNED, 3)],
+    ),
 )
 def test_step_is_repeated_after_any_allocation_of_an_exchange(layout: str, step: int, stride: int) -> None:
     ranks, parallelism = LAYOUTS[layout]
@@ -251,7 +256,7 @@ def shortages(draw: st.DrawFn) -> tuple[str, str, int, int, frozenset[int]]:
 
 
 @given(shortages())
-@settings(max_examples=12, deadline=None, derandomize=True)
+@settings(max_examples=6, deadline=None, derandomize=True)
 def test_step_is_repeated_wherever_memory_runs_out(shortage: tuple[str, str, int, int, frozenset[int]]) -> None:
     layout, place, at, step, ranks = shortage
     count, parallelism = LAYOUTS[layout]

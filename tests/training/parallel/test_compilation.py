@@ -303,6 +303,7 @@ def compile_without_openssl(run: Run, folder: Path) -> float:
     return found
 
 
+@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_model_is_compiled_without_openssl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ranks, "PATIENCE", 250)
