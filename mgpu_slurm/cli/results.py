@@ -47,17 +47,25 @@ def why(name: str, as_json: bool) -> None:
     show_default=True,
     help="Align runs by step or by progress (epoch).",
 )
+@click.option("--together", is_flag=True, help="Average all runs of a PATH that have no config.")
 @click.option("--out", type=click.Path(path_type=Path), metavar="FOLDER", help="[default: aggregate-NAME]")
 @click.option("--parquet/--no-parquet", default=None, help="Write Parquet too.  [default: if pyarrow is installed]")
 @json_flag
 def aggregate(
-    words: tuple[str, ...], by: str | None, on: Any, out: Path | None, parquet: bool | None, as_json: bool
+    words: tuple[str, ...],
+    by: str | None,
+    on: Any,
+    together: bool,
+    out: Path | None,
+    parquet: bool | None,
+    as_json: bool,
 ) -> None:
     """Average the curves of several runs.
 
     Mean, standard deviation, min, max, median and a 95% interval of the mean, step by step, over runs that differ
     only in their seed: as CSV, Parquet and runs for TensorBoard. If PATH is a folder, each folder below it with event
-    files is a run, such as those of Lightning. Default: the newest group.
+    files is a run, such as those of Lightning; folders inside of a run, such as Keras' train and validation, are parts
+    of it. Default: the newest group.
 
     \b
       mgpu-slurm aggregate                        # the newest group
@@ -71,7 +79,7 @@ def aggregate(
     keys = [key for key in (by or "").split(",") if key]
     if by is not None and not keys:
         raise UserError("--by: expected names of config values, such as --by lr,width")
-    found = aggregates.aggregate(words, on, keys, print_note)
+    found = aggregates.aggregate(words, on, keys, print_note, together)
     out = out or aggregate_files.default_folder(found)
     written = aggregate_files.write(found, out, parquet)
     if as_json:

@@ -211,7 +211,7 @@ def _remove_left_over(base: Path) -> None:
 def described(chosen: Choice) -> str:
     """Return a description of the shown runs."""
     runs = chosen.runs
-    silent = sum(not any(source.curves.glob(EVENT_FILES)) for source in runs)
+    silent = sum(not source.parts and not any(source.curves.glob(EVENT_FILES)) for source in runs)
     words = [runs[0].name if len(chosen.sources) == len(runs) == 1 else counted(len(runs), "run")]
     if chosen.studies:
         words.append(f"trials of {', '.join(study.run for study in chosen.studies)} appear as they start")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -65,7 +66,9 @@ def _last(summary: Summary) -> dict[str, Any]:
     return {"steps": len(summary.steps), "step": int(summary.steps[-1]), "count": int(summary.count[-1]), **values}
 
 
-def aggregate(words: Sequence[str], on: On = "step", by: Sequence[str] = (), note: Note = quiet) -> Aggregate:
+def aggregate(
+    words: Sequence[str], on: On = "step", by: Sequence[str] = (), note: Note = quiet, together: bool = False
+) -> Aggregate:
     """Return statistics of runs, grouped by their config without seeds.
 
     Args:
@@ -73,6 +76,7 @@ def aggregate(words: Sequence[str], on: On = "step", by: Sequence[str] = (), not
         on: whether runs are aligned by step or by progress.
         by: names of config values to group by instead.
         note: called if a cluster does not answer.
+        together: whether foreign runs without a config that were found in one place are repetitions.
 
     Raises:
         UserError: a word names nothing, or there is nothing to aggregate.
@@ -80,8 +84,9 @@ def aggregate(words: Sequence[str], on: On = "step", by: Sequence[str] = (), not
     found = history.read(run_sources.sources(words or [newest_group()]), on, note)
     if not any(history.curves for history in found):
         raise UserError(f"{_none_to_reckon(found, on)}: see `{program()} status`, or name other runs")
-    groups = grouped(found, by)
+    groups = grouped(found, by, together)
     notes = _notes_of_runs(found) + _note_of_lonely_runs(groups, by)
+    notes += [] if together or by else _note_of_unknown_runs(found)
     for group in groups:
         curves = [run.curves for run in group.runs]
         for metric in dict.fromkeys(name for each in curves for name in each):
@@ -135,8 +140,11 @@ def is_seed(key: str) -> bool:
     return re.fullmatch(r"(.*[._-])?seed", key) is not None
 
 
-def grouped(found: Sequence[History], by: Sequence[str] = ()) -> list[Group]:
+def grouped(found: Sequence[History], by: Sequence[str] = (), together: bool = False) -> list[Group]:
     """Group runs by their target and config without seeds, or only by some values of their config.
+
+    Args:
+        together: see `aggregate`.
 
     Raises:
         UserError: no run has such a value.
@@ -145,11 +153,11 @@ def grouped(found: Sequence[History], by: Sequence[str] = ()) -> list[Group]:
     for key in by:
         if key not in known:
             raise UserError(f"--by {key}: no run has it in its config{nearest(key, known)}")
-    identity = _values_of(by) if by else _whole_identity
-    together: dict[str, list[History]] = {}
+    identity = _values_of(by) if by else _whole_identity(together)
+    alike: dict[str, list[History]] = {}
     for one in found:
-        together.setdefault(identity(one), []).append(one)
-    groups = [Group("", runs, _in_common(runs)) for runs in together.values()]
+        alike.setdefault(identity(one), []).append(one)
+    groups = [Group("", runs, _in_common(runs)) for runs in alike.values()]
     told = by or _differing([group.runs[0] for group in groups])
     if by:
         groups.sort(key=lambda group: [_rank(group.runs[0].config.get(key)) for key in by])
@@ -168,11 +176,19 @@ def _rank(value: Any) -> tuple[int, float, str]:
     return (2, 0.0, "") if value is None else (1, 0.0, str(value))
 
 
-def _whole_identity(history: History) -> str:
-    config = {key: value for key, value in history.config.items() if not is_seed(key)}
-    # foreign runs without a config belong together if they were found in the same place
-    origin = history.target or ("" if config else history.place)
-    return json.dumps([origin, config], sort_keys=True, default=str)
+def _whole_identity(together: bool) -> Callable[[History], str]:
+    def identity(history: History) -> str:
+        config = {key: value for key, value in history.config.items() if not is_seed(key)}
+        place = [history.place] if together else [history.place, history.name]
+        origin = place if _is_unknown(history) else [history.target]
+        return json.dumps([origin, config], sort_keys=True, default=str)
+
+    return identity
+
+
+def _is_unknown(history: History) -> bool:
+    """Return whether nothing says what a run has in common with others, or not."""
+    return not history.target and not history.config
 
 
 def _in_common(runs: list[History]) -> dict[str, Any]:
@@ -193,11 +209,14 @@ def _differing(firsts: list[History]) -> list[str]:
 def _name(groups: list[Group], told: Sequence[str]) -> None:
     """Name groups by the values that distinguish them; a single group by the place of its runs."""
     several_targets = len({group.runs[0].target for group in groups}) > 1
+    of_place = Counter(group.runs[0].place for group in groups)
     used: set[str] = set()
     for group in groups:
         first = group.runs[0]
         words = [f"{key}={_shown(first.config.get(key))}" for key in told]
-        if not words or several_targets:
+        if _is_unknown(first) and of_place[first.place] > 1:
+            words = [first.name]
+        elif not words or several_targets:
             places = {_stem(run.place) for run in group.runs}
             words.insert(0, places.pop() if len(places) == 1 else first.target or "all")
         label = re.sub(r"[^\w.=,+-]+", "-", ",".join(words)).strip("-.")[:_LONGEST_LABEL] or "all"
@@ -244,6 +263,18 @@ def _note_of_lonely_runs(groups: Sequence[Group], by: Sequence[str]) -> list[str
     shared = [key for key in keys if len({json.dumps(run.config.get(key), default=str) for run in runs}) < len(runs)]
     advice = f"; `--by {shared[0]}` averages runs that share a value" if shared else ""
     return [f"no two of {len(groups)} runs have the same config: a curve for each{advice}"]
+
+
+def _note_of_unknown_runs(found: Sequence[History]) -> list[str]:
+    """Return a note on foreign runs of one place without a config, which are shown one by one."""
+    places: dict[str, list[History]] = {}
+    for run in filter(_is_unknown, found):
+        places.setdefault(run.place, []).append(run)
+    return [
+        f"{_names(runs)}: nothing says that these are repetitions: `--together` averages them"
+        for runs in places.values()
+        if len(runs) > 1
+    ]
 
 
 def _notes(group: Group, on: On, several: bool) -> list[str]:

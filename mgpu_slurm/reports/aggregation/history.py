@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -72,13 +72,14 @@ def read(found: Sequence[Source], on: On, note: Note = quiet) -> list[History]:
     """
     found = runs_of(found)
     # of all runs together, so that files are read in parallel
-    events = _event_files([source.curves for source in found if not _has_metrics(source)])
+    without = [source for source in found if not _has_metrics(source)]
+    events = _event_files([folder for source in without for folder in (source.curves, *source.parts)])
     states_by_run = _states([source.own for source in found if source.own is not None], note)
     specs: dict[RunFolder, Spec] = {}
     histories = []
     for source in found:
         if source.own is None:
-            histories.append(_foreign(source, events[source.curves], on))
+            histories.append(_foreign(source, events, on))
             continue
         if source.own.group not in specs:
             # the YAML of a large group is parsed once
@@ -215,9 +216,13 @@ def _read_metrics(path: Path, on: On, history: History) -> None:
 # -- foreign runs
 
 
-def _foreign(source: Source, files: list[EventFile], on: On) -> History:
+def _foreign(source: Source, events: Mapping[Path, list[EventFile]], on: On) -> History:
     history = History(source.name, source.place)
-    _read_events(files, on, history)
+    _read_events(events[source.curves], on, history)
+    for part in source.parts:
+        # the folder of `add_hparams` is named by the time, and its metrics say that they are of it
+        has_config = any(file.config for file in events[part])
+        _read_events(events[part], on, history, prefix="" if has_config else f"{part.relative_to(source.path)}/")
     history.config = flattened(_lightning_config(source.path) or history.config)
     return history
 
@@ -233,9 +238,14 @@ def _lightning_config(folder: Path) -> dict[str, Any]:
         return {}
 
 
-def _read_events(files: list[EventFile], on: On, history: History) -> None:
+def _read_events(files: list[EventFile], on: On, history: History, prefix: str = "") -> None:
+    """
+    Args:
+        prefix: of the names of metrics.
+    """
     if files and on != "step":
-        history.notes.append(f"its event files have no {on}")
+        note = f"its event files have no {on}"
+        history.notes += [note] if note not in history.notes else []
         return
     for file in files:
         history.config |= file.config
@@ -247,7 +257,7 @@ def _read_events(files: list[EventFile], on: On, history: History) -> None:
         repeated = max(repeated, sum(map(_repeated, writers)))
         curve = newest(writers)
         if len(curve.steps):
-            history.curves[tag] = curve
+            history.curves[f"{prefix}{tag}"] = curve
     if repeated:
         history.notes.append(f"{counted(repeated, 'point')} superseded by a later one of its writer at the same step")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -18,6 +18,9 @@ EVENT_FILES = "*tfevents*"
 MADE_HERE = "aggregate.json"
 """A folder with this file contains curves of several runs, and is not a run itself."""
 
+PARTS = frozenset({"train", "training", "val", "valid", "validation", "test", "eval", "evaluation"})
+"""Names of folders in which loggers keep a part of a run's curves, as Keras does."""
+
 
 @dataclass(frozen=True)
 class Source:
@@ -29,6 +32,8 @@ class Source:
     own: RunFolder | None = None
     is_study: bool = False
     """Whether it represents all trials of a sweep, including future ones."""
+    parts: tuple[Path, ...] = ()
+    """Folders below that of a foreign run, with more of its curves: they are no runs, and no repetitions of it."""
 
     @property
     def curves(self) -> Path:
@@ -121,8 +126,11 @@ def _members(folder: RunFolder) -> Iterator[Source]:
 
 
 def _below(folder: Path, made_here: bool) -> Iterator[Source]:
-    """Yield the runs in a folder: own runs, and each folder with event files, except hidden ones."""
+    """Yield the runs in a folder: own runs, and each folder with event files that is no part of another run, except
+    hidden ones."""
     seen = set()
+    # the foreign run of each folder with event files
+    foreign: dict[Path, Path] = {}
     for path, subfolders, files in os.walk(folder, followlinks=True):
         place = os.path.realpath(path)
         if place in seen:
@@ -137,5 +145,25 @@ def _below(folder: Path, made_here: bool) -> Iterator[Source]:
         elif MADE_HERE in files and not made_here:
             subfolders.clear()
         elif fnmatch.filter(files, EVENT_FILES):
-            name = os.path.relpath(path, folder).removeprefix("tensorboard/")
-            yield Source(folder.absolute().name if name == os.curdir else name, str(folder), Path(path))
+            foreign[Path(path)] = _run_of(Path(path), folder, foreign)
+    parts: dict[Path, list[Path]] = {}
+    for curves, run in foreign.items():
+        parts.setdefault(run, []).extend([curves] if curves != run else [])
+    for run, below in parts.items():
+        name = os.path.relpath(run, folder).removeprefix("tensorboard/")
+        yield Source(folder.absolute().name if name == os.curdir else name, str(folder), run, parts=tuple(below))
+
+
+def _run_of(path: Path, top: Path, known: Mapping[Path, Path]) -> Path:
+    """Return the folder of the run to which a folder with event files belongs.
+
+    Args:
+        top: the folder that was searched.
+        known: those of the folders above it.
+    """
+    if path == top:
+        return path
+    above = next((known[each] for each in path.parents if each in known), None)
+    if above is not None:
+        return above
+    return path.parent if path.name.lower() in PARTS else path

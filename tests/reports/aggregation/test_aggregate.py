@@ -83,9 +83,35 @@ def test_runs_of_different_targets_form_separate_groups() -> None:
     assert members(runs) == {"a": ["a"], "b": ["b"]}
 
 
-def test_runs_without_config_are_grouped_by_the_given_folder() -> None:
+def test_runs_without_config_are_grouped_only_if_asked(tmp_path: Path) -> None:
     runs = [history(name, target="", place=place) for name, place in (("0", "x/one"), ("1", "x/one"), ("0", "x/two"))]
-    assert members(runs) == {"one": ["0", "1"], "two": ["0"]}
+    assert members(runs) == {"0": ["0"], "1": ["1"], "two": ["0"]}
+    together = {group.name: [run.name for run in group.runs] for group in grouped(runs, together=True)}
+    assert together == {"one": ["0", "1"], "two": ["0"]}
+    for name in ("a", "b"):
+        write(tmp_path / name / "events.out.tfevents.1.h", [scalar("loss", 1, 0.5)])
+    found = aggregate([str(tmp_path)])
+    assert [len(group.runs) for group in found.groups] == [1, 1]
+    assert found.notes == ["a, b: nothing says that these are repetitions: `--together` averages them"]
+    found = aggregate([str(tmp_path)], together=True)
+    assert ([len(group.runs) for group in found.groups], found.notes) == ([2], [])
+
+
+def test_parts_of_a_run_are_no_repetitions(tmp_path: Path) -> None:
+    """Keras writes two folders, `add_scalars` one for each line, and `add_hparams` one for the parameters."""
+    for name, value in (("one/train", 1.0), ("one/validation", 3.0), ("two", 5.0), ("two/both_a", 6.0)):
+        write(tmp_path / name / "events.out.tfevents.1.h", [scalar("loss", 1, value)])
+    found = aggregate([str(tmp_path)])
+    values = {(group.runs[0].name, metric): summary.values["mean"][-1] for group in found.groups
+              for metric, summary in group.metrics.items()}  # fmt: skip
+    assert values == {
+        ("one", "train/loss"): 1.0,
+        ("one", "validation/loss"): 3.0,
+        ("two", "loss"): 5.0,
+        ("two", "both_a/loss"): 6.0,
+    }
+    # one that is named alone is a run
+    assert list(aggregate([str(tmp_path / "one" / "train")]).groups[0].metrics) == ["loss"]
 
 
 def test_group_names_are_unique_and_valid_folder_names() -> None:
@@ -105,7 +131,7 @@ def made(tmp_path: Path, lasts: dict[str, int], every: dict[str, int] | None = N
         write(
             tmp_path / "logs" / name / "events.out.tfevents.1.h", [scalar("loss", step, step * place) for step in steps]
         )
-    return aggregate([str(tmp_path / "logs")])
+    return aggregate([str(tmp_path / "logs")], together=True)
 
 
 def test_shorter_runs_and_missing_metrics_are_noted(tmp_path: Path) -> None:

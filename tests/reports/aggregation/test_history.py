@@ -103,6 +103,24 @@ def test_folders_with_event_files_are_runs_except_results_of_aggregate(tmp_path:
     assert several == ["b/version_0", "b/version_1", "a"]
 
 
+def test_lines_and_parameters_of_torchs_writer_belong_to_its_run(tmp_path: Path) -> None:
+    from torch.utils.tensorboard import SummaryWriter
+
+    for seed in range(2):
+        with SummaryWriter(tmp_path / f"run-{seed}") as writer:
+            for step in range(3):
+                writer.add_scalar("loss", step, step)
+                writer.add_scalars("both", {"a": step, "b": -step}, step)
+            writer.add_hparams({"lr": 0.5, "seed": seed}, {"hparam/accuracy": 0.25})
+    histories = read(sources([str(tmp_path)]), "step")
+    assert [(history.name, history.config) for history in histories] == [
+        (f"run-{seed}", {"lr": 0.5, "seed": seed}) for seed in range(2)
+    ]
+    for history in histories:
+        assert {*history.curves} == {"loss", "both_a/both", "both_b/both", "hparam/accuracy"}
+        assert points(history.curves["both_b/both"]) == {0: 0, 1: -1, 2: -2}
+
+
 # -- metrics.jsonl
 
 
