@@ -58,6 +58,15 @@ def train_sweep(part: StudyClient, trials: int = 4) -> None:
         assert train(part).study == "s"
 
 
+def train_with_confirmation(folder: RunFolder) -> None:
+    """Train the sweep and its confirmation with one worker."""
+    part = worker(folder, 0)
+    train_sweep(part)
+    for _ in range(6):
+        train(part)
+    leave(part)
+
+
 def test_best_trials_are_trained_with_other_seeds_by_the_same_worker(tmp_path: Path) -> None:
     folder = make_confirmed(tmp_path, fixed={"seed": 5})
     part = worker(folder, 0)
@@ -124,11 +133,7 @@ def test_worker_that_starts_again_continues_its_own_confirmation(tmp_path: Path)
 
 def test_trials_that_become_the_best_later_are_added(tmp_path: Path) -> None:
     folder = make_confirmed(tmp_path)
-    part = worker(folder, 0)
-    train_sweep(part)
-    for _ in range(6):
-        train(part)
-    leave(part)
+    train_with_confirmation(folder)
     values = configs.read_yaml(folder.sweep)
     write_whole(folder.sweep, configs.dump_yaml(values | {"trials": 5}))
     part = worker(folder, 0, attempt=2)
@@ -165,11 +170,7 @@ def test_fewer_points_than_are_to_be_confirmed_are_enough(tmp_path: Path) -> Non
 
 def test_sweep_whose_confirmation_was_deleted_is_not_confirmed(tmp_path: Path) -> None:
     folder = make_confirmed(tmp_path)
-    part = worker(folder, 0)
-    train_sweep(part)
-    for _ in range(6):
-        train(part)
-    leave(part)
+    train_with_confirmation(folder)
     assert sweep_state.summary_of(folder).unconfirmed == 0
     shutil.rmtree(confirmation_folder(folder).path)
     assert sweep_state.summary_of(folder).unconfirmed == 2

@@ -330,7 +330,7 @@ class TestBrokenNode:
         doubted = [number for number, state in enumerate(states(folder)) if state == "WAITING"]
         assert len(doubted) == 2
         assert [begin(one).number, begin(other).number] == doubted[::-1]
-        # as soon as both have failed there too, both go on
+        # as soon as both have failed there too, both continue
         one.fail("OSError: no GPU")
         other.fail("OSError: no GPU")
         assert begin(one).number > max(doubted)
