@@ -65,9 +65,19 @@ class Deaths:
         """Kill three workers at once, each several times, and return what is wrong.
 
         Args:
-            most: the last write at which one is killed.
+            most: the last write at which one is killed. Each may make fewer, so that none is killed: then the sweep is
+                repeated with earlier deaths.
         """
-        folder, draw = self._make(), random.Random(seed)
+        draw = random.Random(seed)
+        while True:
+            codes, problems = self._many(draw, most)
+            if problems or -signal.SIGKILL in codes or most == 1:
+                return problems + ([] if -signal.SIGKILL in codes else ["no worker was killed"])
+            most = max(1, most // 2)
+
+    def _many(self, draw: random.Random, most: int) -> tuple[list[int | None], list[str]]:
+        """Return the exit codes of all workers, and what is wrong."""
+        folder = self._make()
         codes: list[int | None] = []
         for attempt in range(1, 5):
             hows = ["before", "after"] if sweep_of(folder).storage else ["before", "after", "torn"]
@@ -76,9 +86,7 @@ class Deaths:
             for process in started:
                 process.join()
             codes += [process.exitcode for process in started]
-        survivors = [code for code in codes if code != -signal.SIGKILL]
-        told = [] if len(survivors) < len(codes) else ["no worker was killed"]
-        return told + _problems(folder, survivors)
+        return codes, _problems(folder, [code for code in codes if code != -signal.SIGKILL])
 
 
 def _problems(folder: RunFolder, codes: list[int | None]) -> list[str]:
