@@ -191,6 +191,16 @@ def fail(part: StudyClient, count: int = 1, reason: str = "OSError: no GPU") -> 
         part.fail(reason)
 
 
+def come_into_doubt(*parts: StudyClient) -> None:
+    """Let the third trial of each fail while those of the others run."""
+    for part in parts * 2:
+        fail(part)
+    for part in parts:
+        begin(part)
+    for part in parts:
+        part.fail("OSError: no GPU")
+
+
 def do_well(*parts: StudyClient) -> None:
     for part in parts:
         begin(part)
@@ -321,12 +331,7 @@ class TestBrokenNode:
         folder = make(tmp_path, trials=20, workers=2)
         one, other = worker(folder, 0), worker(folder, 1)
         do_well(one, other)
-        for part in (one, other) * 2:
-            fail(part)
-        for part in (one, other):
-            begin(part)
-        for part in (one, other):
-            part.fail("OSError: no GPU")
+        come_into_doubt(one, other)
         doubted = [number for number, state in enumerate(states(folder)) if state == "WAITING"]
         assert len(doubted) == 2
         assert [begin(one).number, begin(other).number] == doubted[::-1]
@@ -341,12 +346,7 @@ class TestBrokenNode:
         well, one, other = (worker(folder, number) for number in range(3))
         do_well(well)
         begin(well)
-        for part in (one, other) * 2:
-            fail(part)
-        for part in (one, other):
-            begin(part)
-        for part in (one, other):
-            part.fail("OSError: no GPU")
+        come_into_doubt(one, other)
         assert one.next(Stop.NO) is None
         assert other.next(Stop.NO) is None
         finish(well, 0.5)
