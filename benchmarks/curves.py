@@ -18,7 +18,7 @@ ROUNDS = 12
 RUNS = 100
 TAGS = ("train/loss", "train/lr", "valid/loss", "valid/accuracy")
 STEPS = 250
-RATIO_TARGET = 0.2
+RATIO_TARGET = 0.05
 
 Scalars = dict[str, list[tuple[int, float, float]]]
 """Step, value and time of each point, by tag."""

@@ -47,6 +47,12 @@ def why(name: str, as_json: bool) -> None:
     show_default=True,
     help="Align runs by step or by progress (epoch).",
 )
+@click.option(
+    "--interval",
+    type=click.Choice(["t", "bootstrap"]),
+    help="Interval of means: Student's t or a bootstrap.  [default: t below 10 runs]",
+)
+@click.option("--compare", is_flag=True, help="Show how two groups differ, by runs with the same seed; writes nothing.")
 @click.option("--together", is_flag=True, help="Average all runs of a PATH that have no config.")
 @click.option("--out", type=click.Path(path_type=Path), metavar="FOLDER", help="[default: aggregate-NAME]")
 @click.option("--parquet/--no-parquet", default=None, help="Write Parquet too.  [default: if pyarrow is installed]")
@@ -55,6 +61,8 @@ def aggregate(
     words: tuple[str, ...],
     by: str | None,
     on: Any,
+    interval: Any,
+    compare: bool,
     together: bool,
     out: Path | None,
     parquet: bool | None,
@@ -63,29 +71,37 @@ def aggregate(
     """Average the curves of several runs.
 
     Mean, standard deviation, min, max, median and a 95% interval of the mean, step by step, over runs that differ
-    only in their seed: as CSV, Parquet and runs for TensorBoard. If PATH is a folder, each folder below it with event
+    only in their seed: as CSV, Parquet and runs for TensorBoard. The table shows the last step that all runs have, the
+    end of each run if they differ, and the best of each. If PATH is a folder, each folder below it with event
     files is a run, such as those of Lightning; folders inside of a run, such as Keras' train and validation, are parts
     of it. Default: the newest group.
 
     \b
       mgpu-slurm aggregate                        # the newest group
       mgpu-slurm aggregate GROUP GROUP --by lr    # one curve for each lr
+      mgpu-slurm aggregate GROUP GROUP --compare  # which one is better?
       mgpu-slurm aggregate lightning_logs
     """
     from mgpu_slurm.reports.aggregation import aggregate as aggregates
-    from mgpu_slurm.reports.aggregation import aggregate_files
+    from mgpu_slurm.reports.aggregation import aggregate_files, aggregate_table, comparison
 
     aggregate_files.check(out, parquet)
     keys = [key for key in (by or "").split(",") if key]
     if by is not None and not keys:
         raise UserError("--by: expected names of config values, such as --by lr,width")
-    found = aggregates.aggregate(words, on, keys, print_note, together)
+    if compare:
+        if out is not None or parquet:
+            raise UserError("--compare writes nothing: leave --out and --parquet out")
+        compared = comparison.compare(words, on, keys, print_note)
+        print_json(compared.facts) if as_json else print_lines(compared.lines())
+        return
+    found = aggregates.aggregate(words, on, keys, print_note, together, interval)
     out = out or aggregate_files.default_folder(found)
     written = aggregate_files.write(found, out, parquet)
     if as_json:
         print_json({"folder": str(out.absolute()), "files": written, **found.facts})
         return
-    print(aggregates.table(found))
+    print(aggregate_table.table(found))
     for note in found.notes:
         print(f"note      {note}")
     print(f"written   {out}/: {' '.join(written)}")

@@ -16,14 +16,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mgpu_slurm.metrics.event_frames import Records, find_records
+from mgpu_slurm.metrics.event_frames import LONGEST, Records, find_records
 from mgpu_slurm.metrics.event_layout import Floats, Integers, Layout, hyperparameters, layout_of, parse, scalars
 
 BATCH_BYTES = 256 * 2**20
 """Size of the files that are read together; the larger, the more records are stacked."""
-
-LONGEST = 512
-"""Maximum bytes of a record; a longer one is not a plain scalar."""
 
 TRIES = 8
 """Records of one length for which no layout is found before the rest of that length is read one by one."""
@@ -80,7 +77,7 @@ def read_files(paths: Sequence[Path]) -> list[EventFile]:
 
 
 def _read_batch(files: list[EventFile], contents: list[bytes]) -> None:
-    found = [find_records(data) for data in contents]
+    found = find_records(contents)
     for file, records in zip(files, found, strict=True):
         file.damaged = records.damaged
     table = _table(contents, found)

@@ -43,7 +43,7 @@ class EventWriter:
         Raises:
             OSError: Nothing was written; the call may be repeated.
         """
-        events = [_scalar(step, name, value, at) for name, value in values.items()]
+        events = [scalar_event(step, name, value, at) for name, value in values.items()]
         if not self._size:
             events = [*_first_events(self._begins_at, at), *events]
         self._append(encoded(events))
@@ -74,7 +74,7 @@ def first_event(at: float) -> Event:
     return _event(at, file_version="brain.Event:2")
 
 
-def _scalar(step: int, name: str, value: float, at: float) -> Event:
+def scalar_event(step: int, name: str, value: float, at: float) -> Event:
     from tensorboard.compat.proto.summary_pb2 import Summary
 
     return _event(at, step, summary=Summary(value=[Summary.Value(tag=name, simple_value=value)]))

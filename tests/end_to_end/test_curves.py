@@ -62,16 +62,19 @@ def test_group_is_averaged_and_repeated_steps_count_once(trained: Project) -> No
     assert facts["notes"] == [f"loss, first: 1 of 3 runs end before step 4: {folder.name}/1 (FAILED) at 3"]
     (group,) = facts["groups"]
     assert [run["state"] for run in group["runs"]] == ["COMPLETED", "FAILED", "COMPLETED"]
-    assert (group["metrics"]["loss"]["step"], group["metrics"]["loss"]["count"]) == (4, 2)
+    loss = group["metrics"]["loss"]
+    assert (loss["step"], loss["count"]) == (3, 3)
+    assert loss["final"]["max"] == pytest.approx(0.1 * 4 + 2)
+    assert (loss["best"]["direction"], loss["best"]["min"]) == ("minimize", pytest.approx(0.1))
     # it starts again from its first step, and says all of that again
     assert trained.call("resume", folder.name, "--no-follow").returncode == 0
     assert trained.call("wait", folder.name).returncode == 0
     assert trained.json("aggregate", folder.name, "--on", "progress")["notes"] == []
     text = (trained.folder / f"aggregate-{folder.name}" / "curves.csv").read_text()
     rows = list(csv.DictReader(text.splitlines()))
-    loss = [row for row in rows if row["metric"] == "loss"]
-    assert [(int(row["progress"]), int(row["count"])) for row in loss] == [(epoch, 3) for epoch in range(1, 5)]
-    for epoch, row in enumerate(loss, start=1):
+    rows_of_loss = [row for row in rows if row["metric"] == "loss"]
+    assert [(int(row["progress"]), int(row["count"])) for row in rows_of_loss] == [(epoch, 3) for epoch in range(1, 5)]
+    for epoch, row in enumerate(rows_of_loss, start=1):
         values = [0.1 * epoch + seed for seed in range(3)]
         assert float(row["mean"]) == pytest.approx(statistics.fmean(values))
         assert float(row["std"]) == pytest.approx(statistics.stdev(values))
@@ -86,8 +89,10 @@ def test_groups_are_distinguished_by_config_and_listed_in_a_table(trained: Proje
     done = trained.call("aggregate", "runs", "--out", "both")
     assert (done.returncode, done.stderr) == (0, "")
     lines = done.stdout.splitlines()
-    assert [line.split()[:3] for line in lines[1:5]] == [
-        [f"lr={lr}", "2", metric] for lr in ("0.1", "0.5") for metric in ("loss", "first")
+    assert [line.split()[:4] for line in lines[1:7]] == [
+        [f"lr={lr}", *words]
+        for lr in ("0.1", "0.5")
+        for words in (["loss", "step", "4"], ["loss", "lowest", "of"], ["first", "step", "4"])
     ]
     assert lines[-2:] == [
         "written   both/: curves.csv curves.parquet tensorboard/",

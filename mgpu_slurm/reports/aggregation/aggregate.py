@@ -16,7 +16,7 @@ from mgpu_slurm.core.retry import Note, quiet
 from mgpu_slurm.registry import lookup
 from mgpu_slurm.reports.aggregation import history, run_sources
 from mgpu_slurm.reports.aggregation.history import History, On
-from mgpu_slurm.reports.aggregation.statistics import Summary, summarize
+from mgpu_slurm.reports.aggregation.statistics import Interval, Summary, is_minimized, summarize
 from mgpu_slurm.run_folder import states
 
 _LONGEST_LABEL = 80
@@ -53,21 +53,29 @@ class Aggregate:
                 "name": group.name,
                 "config": group.config,
                 "runs": [{"run": run.name, "state": run.state or None} for run in group.runs],
-                "metrics": {name: _last(summary) for name, summary in group.metrics.items()},
+                "metrics": {name: _facts_of(summary) for name, summary in group.metrics.items()},
             }
             for group in self.groups
         ]
         return {"on": self.on, "groups": groups, "notes": self.notes}
 
 
-def _last(summary: Summary) -> dict[str, Any]:
-    """Return the statistics at the last step."""
-    values = {name: float(column[-1]) for name, column in summary.values.items()}
-    return {"steps": len(summary.steps), "step": int(summary.steps[-1]), "count": int(summary.count[-1]), **values}
+def _facts_of(summary: Summary) -> dict[str, Any]:
+    """Return the statistics at the last step that all runs have, and those of their ends and best values."""
+    at = summary.common
+    values = {name: float(column[at]) for name, column in summary.values.items()}
+    head = {"steps": len(summary.steps), "step": int(summary.steps[at]), "count": int(summary.count[at])}
+    direction = "minimize" if summary.minimized else "maximize"
+    return {**head, **values, "final": summary.final, "best": {"direction": direction, **summary.best}}
 
 
 def aggregate(
-    words: Sequence[str], on: On = "step", by: Sequence[str] = (), note: Note = quiet, together: bool = False
+    words: Sequence[str],
+    on: On = "step",
+    by: Sequence[str] = (),
+    note: Note = quiet,
+    together: bool = False,
+    interval: Interval | None = None,
 ) -> Aggregate:
     """Return statistics of runs, grouped by their config without seeds.
 
@@ -77,6 +85,7 @@ def aggregate(
         by: names of config values to group by instead.
         note: called if a cluster does not answer.
         together: whether foreign runs without a config that were found in one place are repetitions.
+        interval: how the intervals of means are computed; None chooses by the number of runs.
 
     Raises:
         UserError: a word names nothing, or there is nothing to aggregate.
@@ -90,7 +99,8 @@ def aggregate(
     for group in groups:
         curves = [run.curves for run in group.runs]
         for metric in dict.fromkeys(name for each in curves for name in each):
-            group.metrics[metric] = summarize([each[metric] for each in curves if metric in each])
+            having = [each[metric] for each in curves if metric in each]
+            group.metrics[metric] = summarize(having, is_minimized(metric), interval)
         notes += _notes(group, on, several=len(groups) > 1)
     return Aggregate(on, [group for group in groups if group.metrics], notes)
 
@@ -114,22 +124,6 @@ def _none_to_reckon(found: list[History], on: On) -> str:
     why = f" ({notes[0]})" if notes else ""
     names = ", ".join(run.name for run in found[:_NAMED])
     return f"no {'metrics' if on == 'step' else f'metrics by {on}'} yet of {names or 'any run'}{why}"
-
-
-def table(found: Aggregate) -> str:
-    """Return a table of each group's metrics at their last step."""
-    from tabulate import tabulate
-
-    rows = [["GROUP", "RUNS", "METRIC", found.on.upper(), "MEAN", "STD", "95% INTERVAL", "MIN", "MEDIAN", "MAX"]]
-    for group in found.groups:
-        for metric, summary in group.metrics.items():
-            last = _last(summary)
-            names = ("mean", "std", "ci_low", "ci_high", "min", "median", "max")
-            mean, std, low, high, *rest = (f"{last[name]:.4g}" for name in names)
-            alone = last["count"] == 1
-            spread = ["", ""] if alone else [std, f"{low} to {high}"]
-            rows.append([group.name, str(last["count"]), metric, str(last["step"]), mean, *spread, *rest])
-    return tabulate(rows, tablefmt="plain", disable_numparse=True)
 
 
 # -- which runs belong together

@@ -11,17 +11,23 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from mgpu_slurm.core.errors import UserError
 from mgpu_slurm.core.files import sync_folder, without_nan, write_json
+from mgpu_slurm.metrics import event_writer
+from mgpu_slurm.metrics.event_layout import Integers
 from mgpu_slurm.reports.aggregation.aggregate import Aggregate, Group
+from mgpu_slurm.reports.aggregation.decimation import decimated
 from mgpu_slurm.reports.aggregation.run_sources import MADE_HERE
-from mgpu_slurm.reports.aggregation.statistics import NAMES
+from mgpu_slurm.reports.aggregation.statistics import NAMES, Summary
 
 CSV, PARQUET, TENSORBOARD = "curves.csv", "curves.parquet", "tensorboard"
 NO_PARQUET = "Parquet needs pyarrow, which is not installed: pip install 'mgpu-slurm[parquet]'"
 
-_QUEUE = 1000
-"""Maximum number of events queued for TensorBoard's writing thread."""
+MOST_POINTS = 10_000
+"""Maximum number of points of a curve for TensorBoard, which shows far fewer; CSV and Parquet have all."""
 
 
 def has_parquet() -> bool:
@@ -111,25 +117,44 @@ def _columns(result: Aggregate) -> list[str]:
 def _rows(result: Aggregate) -> Iterator[tuple[Any, ...]]:
     for group in result.groups:
         for metric, summary in group.metrics.items():
-            columns = [summary.values[name].tolist() for name in NAMES]
-            for step, count, *values in zip(summary.steps.tolist(), summary.count.tolist(), *columns, strict=True):
-                yield (group.name, metric, step, count, *map(_cell, NAMES, values, [count] * len(NAMES)))
+            columns = [_cells(name, summary) for name in NAMES]
+            rows = zip(summary.steps.tolist(), summary.count.tolist(), *columns, strict=True)
+            yield from ((group.name, metric, *row) for row in rows)
 
 
-def _cell(name: str, value: float, count: int) -> float | None:
-    """Return None (an empty cell) for a missing statistic; NaN if runs reported NaN."""
-    return None if count == 1 and name in ("std", "ci_low", "ci_high") else value
+def _cells(name: str, summary: Summary) -> list[float | None]:
+    """Return a statistic at each step; None, an empty cell, if it is missing."""
+    cells: NDArray[np.object_] = summary.values[name].astype(object)
+    cells[_is_missing(name, summary.count)] = None
+    found: list[float | None] = cells.tolist()
+    return found
+
+
+def _is_missing(name: str, count: Integers) -> NDArray[np.bool_]:
+    """Return at which steps a statistic is missing, unlike NaN, which runs reported."""
+    missing: NDArray[np.bool_] = count == 1 if name in ("std", "ci_low", "ci_high") else np.zeros(len(count), bool)
+    return missing
 
 
 def _write_parquet(path: Path, result: Aggregate) -> None:
     import pyarrow as arrow
     from pyarrow import parquet
 
-    kinds = [arrow.string(), arrow.string(), arrow.int64(), arrow.int64(), *[arrow.float64()] * len(NAMES)]
-    schema = arrow.schema(list(zip(_columns(result), kinds, strict=True)))
-    columns = list(zip(*_rows(result), strict=True))
-    arrays = [arrow.array(column, kind) for column, kind in zip(columns, kinds, strict=True)]
-    parquet.write_table(arrow.Table.from_arrays(arrays, schema=schema), path)
+    tables = [
+        arrow.Table.from_arrays(
+            [
+                arrow.repeat(group.name, len(summary.steps)),
+                arrow.repeat(metric, len(summary.steps)),
+                arrow.array(summary.steps),
+                arrow.array(summary.count),
+                *(arrow.array(summary.values[name], mask=_is_missing(name, summary.count)) for name in NAMES),
+            ],
+            names=_columns(result),
+        )
+        for group in result.groups
+        for metric, summary in group.metrics.items()
+    ]
+    parquet.write_table(arrow.concat_tables(tables), path)
 
 
 # -- TensorBoard
@@ -137,25 +162,18 @@ def _write_parquet(path: Path, result: Aggregate) -> None:
 
 def _write_events(folder: Path, group: Group) -> None:
     """Write a run for each statistic, with the metrics' own names, so that TensorBoard overlays them."""
-    from tensorboard.summary.writer.event_file_writer import EventFileWriter
-
-    for name in NAMES:
-        writer = EventFileWriter(str(folder / name.replace("_", "-")), max_queue_size=_QUEUE)
-        try:
-            for event in _events(group, name):
-                writer.add_event(event)
-        finally:
-            writer.close()
-
-
-def _events(group: Group, name: str) -> Iterator[Any]:
-    from tensorboard.compat.proto.event_pb2 import Event
-    from tensorboard.compat.proto.summary_pb2 import Summary as EventSummary
-
     now = time.time()
+    for name in NAMES:
+        below = folder / name.replace("_", "-")
+        below.mkdir(parents=True)
+        events = [event_writer.first_event(now), *_events(group, name, now)]
+        (below / f"{event_writer.PREFIX}{int(now):010d}.{name}").write_bytes(event_writer.encoded(events))
+
+
+def _events(group: Group, name: str, now: float) -> Iterator[Any]:
     for metric, summary in group.metrics.items():
-        values = summary.values[name].tolist()
-        for step, count, value in zip(summary.steps.tolist(), summary.count.tolist(), values, strict=True):
-            if _cell(name, value, count) is not None:
-                told = EventSummary(value=[EventSummary.Value(tag=metric, simple_value=value)])
-                yield Event(wall_time=now, step=step, summary=told)
+        is_shown = ~_is_missing(name, summary.count)
+        steps, values = summary.steps[is_shown], summary.values[name][is_shown]
+        kept = decimated(values, MOST_POINTS)
+        for step, value in zip(steps[kept].tolist(), values[kept].tolist(), strict=True):
+            yield event_writer.scalar_event(step, metric, value, now)

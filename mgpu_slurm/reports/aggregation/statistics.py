@@ -1,9 +1,12 @@
-"""Statistics of one metric over several runs, step by step."""
+"""Statistics of one metric over several runs: step by step, at their ends and of their best values."""
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,12 +14,20 @@ from numpy.typing import NDArray
 from mgpu_slurm.metrics.event_layout import Floats, Integers
 from mgpu_slurm.reports.aggregation.history import Curve
 
+Interval = Literal["t", "bootstrap"]
+
+FEW_RUNS = 10
+"""Below this number of runs the default interval is Student's: a bootstrap's is too narrow."""
 RESAMPLES = 2000
 CONFIDENCE = 0.95
 SEED = 0
 
 NAMES = ("mean", "std", "min", "max", "median", "ci_low", "ci_high")
 """Names of the statistics in files."""
+
+_LOWER_IS_BETTER = re.compile(
+    r"(?<![a-z])(?:[a-z]*loss|errors?|err|[a-z]*perplexity|ppl|wer|cer|r?mse|mae|nll|[a-z]*entropy)(?![a-z])"
+)
 
 _AT_ONCE = 4_000_000
 """Maximum number of resampled means in memory at a time."""
@@ -29,15 +40,37 @@ class Summary:
     steps: Integers
     count: Integers
     """Number of runs at each step."""
+    runs: int
+    """Number of all runs."""
     values: dict[str, Floats]
     """Statistics by the names in `NAMES`; NaN if undefined, as are the std and interval of a single run."""
+    final: dict[str, float]
+    """Statistics of each run's own last value."""
+    best: dict[str, float]
+    """Statistics of each run's best value."""
+    minimized: bool
+
+    @property
+    def common(self) -> int:
+        """The index of the last step that all runs have; if there is none, of the last one that most have."""
+        return int(np.flatnonzero(self.count == self.count.max())[-1])
 
 
-def summarize(curves: Sequence[Curve]) -> Summary:
+def is_minimized(metric: str) -> bool:
+    """Return whether lower values of a metric are better, which its name suggests: `valid/loss`, `top5_error`."""
+    return _LOWER_IS_BETTER.search(metric.lower()) is not None
+
+
+def summarize(curves: Sequence[Curve], minimized: bool = True, interval: Interval | None = None) -> Summary:
     """Return statistics over curves of one metric, one curve per run.
 
     The steps are those of any run; nothing is interpolated. Non-finite values propagate: the mean is NaN if one run is
     NaN. The standard deviation is that of a sample (n - 1).
+
+    Args:
+        curves: none is empty.
+        minimized: whether lower values are better.
+        interval: how the interval of the mean is computed, see `confidence_interval`.
     """
     steps, values = aligned(curves)
     present = ~np.isnan(values) | _is_nan(steps, curves)
@@ -47,9 +80,25 @@ def summarize(curves: Sequence[Curve]) -> Summary:
     patterns, which = np.unique(present, axis=1, return_inverse=True)
     for number, pattern in enumerate(patterns.T):
         columns = np.flatnonzero(which.ravel() == number)
-        for name, result in _statistics(values[np.ix_(pattern, columns)]).items():
+        for name, result in _statistics(values[np.ix_(pattern, columns)], interval).items():
             found[name][columns] = result
-    return Summary(steps, count, found)
+    final = _of_values([curve.values[-1] for curve in curves], interval)
+    best = _of_values([best_of(curve.values, minimized) for curve in curves], interval)
+    return Summary(steps, count, len(curves), found, final, best, minimized)
+
+
+def best_of(values: Floats, minimized: bool) -> float:
+    """Return the best value of a run; NaN if all are."""
+    known = values[~np.isnan(values)]
+    if not len(known):
+        return math.nan
+    return float(known.min() if minimized else known.max())
+
+
+def _of_values(values: Sequence[float], interval: Interval | None) -> dict[str, float]:
+    """Return statistics of a value of each run."""
+    found = _statistics(np.asarray(values, np.float64)[:, None], interval)
+    return {name: float(found[name][0]) if name in found else math.nan for name in NAMES}
 
 
 def aligned(curves: Sequence[Curve]) -> tuple[Integers, Floats]:
@@ -69,7 +118,7 @@ def _is_nan(steps: Integers, curves: Sequence[Curve]) -> NDArray[np.bool_]:
     return found
 
 
-def _statistics(values: Floats) -> dict[str, Floats]:
+def _statistics(values: Floats, interval: Interval | None) -> dict[str, Floats]:
     """Return statistics of runs (rows) at steps (columns) that all of them have."""
     # a diverged run reports infinite losses, which is not a reason for warnings
     with np.errstate(invalid="ignore", over="ignore"):
@@ -81,23 +130,42 @@ def _statistics(values: Floats) -> dict[str, Floats]:
         }
         if len(values) > 1:
             found["std"] = values.std(axis=0, ddof=1)
-            found["ci_low"], found["ci_high"] = confidence_interval(values)
+            found["ci_low"], found["ci_high"] = confidence_interval(values, interval)
     return found
 
 
-def confidence_interval(values: Floats) -> tuple[Floats, Floats]:
-    """Return a bootstrap confidence interval of the mean over runs at each step.
+def confidence_interval(values: Floats, interval: Interval | None = None) -> tuple[Floats, Floats]:
+    """Return a confidence interval of the mean over runs at each step.
+
+    Args:
+        values: a row for each run, two at least, and a column for each step.
+        interval: None for Student's below `FEW_RUNS` runs, and a bootstrap from there on.
+
+    Returns:
+        The lower and the upper end at each step; NaN if a value is not finite.
+    """
+    if interval == "bootstrap" or (interval is None and len(values) >= FEW_RUNS):
+        return _bootstrap(values)
+    return _student(values)
+
+
+def _student(values: Floats) -> tuple[Floats, Floats]:
+    """Return Student's interval, which assumes that the values of runs are normally distributed."""
+    from scipy.special import stdtrit  # type: ignore[import-untyped]
+
+    mean, runs = values.mean(axis=0), len(values)
+    mean = np.where(np.isfinite(mean), mean, np.nan)
+    half = stdtrit(runs - 1, 1 - (1 - CONFIDENCE) / 2) * values.std(axis=0, ddof=1) / math.sqrt(runs)
+    return mean - half, mean + half
+
+
+def _bootstrap(values: Floats) -> tuple[Floats, Floats]:
+    """Return a bootstrap's interval.
 
     This is the percentile interval of Efron and Tibshirani, An Introduction to the Bootstrap (1993), chapter 13: whole
     runs are drawn with replacement, `RESAMPLES` times, and the interval contains the middle `CONFIDENCE` of the sample
     means. The draws are the same for every step, metric and call. The interval is too narrow for few runs: with five, a
     nominal 95% interval contains the mean in about 84% of cases.
-
-    Args:
-        values: a row for each run, a column for each step.
-
-    Returns:
-        The lower and the upper end at each step; NaN if a value is not finite.
     """
     runs, steps = values.shape
     weights = np.random.default_rng(SEED).multinomial(runs, np.full(runs, 1 / runs), size=RESAMPLES) / runs

@@ -13,7 +13,8 @@ import pytest
 from mgpu_slurm.core.errors import UserError
 from mgpu_slurm.metrics.reporter import Reporter
 from mgpu_slurm.reports.aggregation import aggregate_files
-from mgpu_slurm.reports.aggregation.aggregate import Aggregate, aggregate, grouped, is_seed, table
+from mgpu_slurm.reports.aggregation.aggregate import Aggregate, aggregate, grouped, is_seed
+from mgpu_slurm.reports.aggregation.aggregate_table import table
 from mgpu_slurm.reports.aggregation.history import Curve, History
 from mgpu_slurm.reports.aggregation.statistics import NAMES
 from mgpu_slurm.run_folder.layout import RunFolder
@@ -165,10 +166,18 @@ def test_runs_without_any_metrics_are_an_error(tmp_path: Path) -> None:
         aggregate([str(tmp_path / "logs")])
 
 
-def test_the_table_shows_the_last_step(tmp_path: Path) -> None:
-    header, line = table(made(tmp_path, {"a": 4, "b": 4})).splitlines()
-    assert header.split()[:5] == ["GROUP", "RUNS", "METRIC", "STEP", "MEAN"]
-    assert line.split() == ["logs", "2", "loss", "4", "2", "2.828", "0", "to", "4", "0", "2", "4"]
+def test_the_table_shows_the_last_step_that_all_runs_have_then_ends_and_best_values(tmp_path: Path) -> None:
+    header, common, *rest = table(made(tmp_path / "same", {"a": 4, "b": 4})).splitlines()
+    assert header.split()[:5] == ["GROUP", "METRIC", "AT", "RUNS", "MEAN"]
+    assert common.split() == ["logs", "loss", "step", "4", "2", "2", "2.828", "-23.41", "to", "27.41", "0", "2", "4"]
+    # they end at the same step, so there is no line of ends
+    assert [line.split()[2:8] for line in rest] == [["lowest", "of", "each", "2", "0", "0"]]
+    lines = table(made(tmp_path / "apart", {"a": 4, "b": 9, "c": 6})).splitlines()[1:]
+    assert [line.split()[2:7] for line in lines] == [
+        ["step", "4", "3", "4", "4"],
+        ["end", "of", "each", "3", "7"],
+        ["lowest", "of", "each", "3", "0"],
+    ]
 
 
 # -- what is written
@@ -198,8 +207,9 @@ def test_all_files_have_the_same_numbers(tmp_path: Path) -> None:
     table = parquet.read_table(out / "curves.parquet").to_pylist()
     assert [{key: "" if value is None else str(value) for key, value in row.items()} for row in table] == rows
     facts = json.loads((out / "aggregate.json").read_text())
-    assert facts["groups"][0]["metrics"]["loss"]["mean"] == 0.0
-    assert facts["groups"][0]["metrics"]["loss"]["std"] is None
+    told = facts["groups"][0]["metrics"]["loss"]
+    assert (told["step"], told["count"], told["mean"]) == (2, 2, 1.0)
+    assert (told["final"]["mean"], told["best"]["mean"]) == (1.0, 0.0)
     assert facts["notes"] == result.notes
 
 

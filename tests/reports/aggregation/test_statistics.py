@@ -9,9 +9,21 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as some
+from scipy.stats import t
 
+from mgpu_slurm.metrics.event_layout import Floats
 from mgpu_slurm.reports.aggregation.history import Curve
-from mgpu_slurm.reports.aggregation.statistics import NAMES, RESAMPLES, SEED, Summary, confidence_interval, summarize
+from mgpu_slurm.reports.aggregation.statistics import (
+    FEW_RUNS,
+    NAMES,
+    RESAMPLES,
+    SEED,
+    Interval,
+    Summary,
+    confidence_interval,
+    is_minimized,
+    summarize,
+)
 
 
 def curve(points: dict[int, float]) -> Curve:
@@ -41,12 +53,15 @@ def test_each_step_has_the_statistics_of_the_runs_that_have_it(runs: list[dict[i
             assert all(math.isnan(found[name]) for name in ("std", "ci_low", "ci_high"))
         else:
             assert found["std"] == pytest.approx(statistics.stdev(values), abs=1e-6)
-            assert min(values) <= found["ci_low"] <= found["ci_high"] <= max(values)
+            # Student's interval, as scipy has it
+            half = t.ppf(0.975, len(values) - 1) * found["std"] / math.sqrt(len(values))
+            expected = (found["mean"] - half, found["mean"] + half)
+            assert (found["ci_low"], found["ci_high"]) == pytest.approx(expected, rel=1e-6, abs=1e-6)
 
 
 def test_interval_is_bootstrapped_from_whole_runs() -> None:
     values = np.random.default_rng(5).normal(size=(4, 3))
-    low, high = confidence_interval(values)
+    low, high = confidence_interval(values, "bootstrap")
     draws = np.random.default_rng(SEED).multinomial(4, [0.25] * 4, size=RESAMPLES)
     for step in range(3):
         means = sorted(sum(draw * values[:, step]) / 4 for draw in draws)
@@ -54,22 +69,57 @@ def test_interval_is_bootstrapped_from_whole_runs() -> None:
         assert high[step] == pytest.approx(np.percentile(means, 97.5))
 
 
+def test_interval_of_few_runs_is_students_and_covers_the_mean() -> None:
+    values = np.random.default_rng(4).normal(size=(3, 4000))
+    covered = {kind: _covers(values, 0, kind) for kind in (None, "t", "bootstrap")}
+    assert covered[None] == covered["t"] == pytest.approx(0.95, abs=0.015)
+    # which is why it is not the default for few runs
+    assert covered["bootstrap"] < 0.8
+    many = np.random.default_rng(4).normal(size=(FEW_RUNS, 10))
+    assert np.array_equal(confidence_interval(many), confidence_interval(many, "bootstrap"))
+
+
+def _covers(values: Floats, mean: float, kind: Interval | None) -> float:
+    low, high = confidence_interval(values, kind)
+    return float(np.mean((low < mean) & (high > mean)))
+
+
 def test_interval_of_many_runs_covers_the_mean_in_about_95_percent() -> None:
     values = np.random.default_rng(1).exponential(size=(40, 1500))
-    low, high = confidence_interval(values)
-    assert 0.90 < np.mean((low < 1) & (high > 1)) < 0.965
+    assert 0.90 < _covers(values, 1, None) < 0.965
 
 
 def test_interval_does_not_depend_on_the_number_of_steps() -> None:
     values = np.random.default_rng(2).normal(size=(7, 5000))
-    whole, part = confidence_interval(values), confidence_interval(values[:, 4000:4001])
+    whole, part = (confidence_interval(chosen, "bootstrap") for chosen in (values, values[:, 4000:4001]))
     assert [whole[0][4000], whole[1][4000]] == pytest.approx([part[0][0], part[1][0]], rel=1e-12)
 
 
-def test_interval_of_equal_runs_has_no_width() -> None:
-    summary = summarize([curve({1: 0.1}) for _ in range(7)])
+@pytest.mark.parametrize("interval", ["t", "bootstrap"])
+def test_interval_of_equal_runs_has_no_width(interval: Interval) -> None:
+    summary = summarize([curve({1: 0.1}) for _ in range(7)], interval=interval)
     found = at(summary, 1)
-    assert (found["ci_low"], found["ci_high"]) == (0.1, 0.1)
+    assert (found["ci_low"], found["ci_high"]) == pytest.approx((0.1, 0.1), rel=1e-15)
+
+
+def test_ends_and_best_values_are_those_of_each_run() -> None:
+    runs = [curve({1: 3.0, 2: 1.0, 3: 2.0}), curve({1: 5.0, 2: 4.0}), curve({2: math.nan, 5: 0.5})]
+    summary = summarize(runs)
+    assert (summary.steps[summary.common], summary.count[summary.common], summary.runs) == (2, 3, 3)
+    assert summary.final["mean"] == pytest.approx(statistics.fmean([2.0, 4.0, 0.5]))
+    assert summary.best["mean"] == pytest.approx(statistics.fmean([1.0, 4.0, 0.5]))
+    assert summarize(runs, minimized=False).best["mean"] == pytest.approx(statistics.fmean([3.0, 5.0, 0.5]))
+    apart = summarize([curve({1: 1.0, 2: 1.0}), curve({3: 1.0})])
+    assert apart.steps[apart.common] == 3
+
+
+MINIMIZED = ["loss", "valid/loss", "val_loss", "trainLoss", "top5_error", "test.perplexity", "WER", "rmse", "nll"]
+MAXIMIZED = ["accuracy", "power", "lossless", "answers", "merit", "f1", "steps_per_second"]
+
+
+@pytest.mark.parametrize(("metric", "expected"), [*((m, True) for m in MINIMIZED), *((m, False) for m in MAXIMIZED)])
+def test_direction_is_taken_from_the_name(metric: str, expected: bool) -> None:
+    assert is_minimized(metric) == expected
 
 
 def test_non_finite_value_affects_only_its_step() -> None:
