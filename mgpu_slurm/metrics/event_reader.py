@@ -53,6 +53,11 @@ class EventFile:
     damaged: int = 0
     """Places where one or more records could not be read."""
 
+    @property
+    def ended(self) -> float:
+        """Time of its last point; that of its first record if it has none."""
+        return max([float(points.times.max()) for points in self.scalars.values()], default=self.started)
+
 
 def read_files(paths: Sequence[Path]) -> list[EventFile]:
     """Return the scalars of event files.

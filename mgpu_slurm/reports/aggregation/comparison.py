@@ -15,7 +15,8 @@ from mgpu_slurm.core.formatting import counted
 from mgpu_slurm.core.retry import Note, quiet
 from mgpu_slurm.reports.aggregation import history, run_sources
 from mgpu_slurm.reports.aggregation.aggregate import grouped, is_seed
-from mgpu_slurm.reports.aggregation.history import Curve, History, On
+from mgpu_slurm.reports.aggregation.history import History, On
+from mgpu_slurm.reports.aggregation.merging import Curve
 from mgpu_slurm.reports.aggregation.statistics import CONFIDENCE, is_minimized
 
 

@@ -1,29 +1,23 @@
-"""Read the curves of runs: from `metrics.jsonl`, and for foreign runs from their event files.
-
-A restarted run repeats steps. The points of a later attempt or writer replace all earlier ones of a tag from their
-first step on, because the run went back before them.
-"""
+"""Read the curves of runs: from `metrics.jsonl`, and for foreign runs from their event files."""
 
 from __future__ import annotations
 
 import itertools
 import json
-import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
 from mgpu_slurm.core.errors import UserError
 from mgpu_slurm.core.files import read_json
 from mgpu_slurm.core.formatting import counted
 from mgpu_slurm.core.retry import Note, quiet
-from mgpu_slurm.metrics.event_layout import Floats, Integers
 from mgpu_slurm.metrics.event_reader import EventFile, read_files
 from mgpu_slurm.registry import current_state
+from mgpu_slurm.reports.aggregation.merging import Curve, EventFiles, newest, repeated
 from mgpu_slurm.reports.aggregation.run_sources import EVENT_FILES, Source, runs_of
 from mgpu_slurm.request import config as configs
 from mgpu_slurm.request.spec import Spec, read_spec
@@ -36,14 +30,6 @@ On = Literal["step", "progress"]
 PRUNED = "PRUNED"
 """The state of a pruned trial."""
 _STATES_OF_TRIALS = {"COMPLETE": states.COMPLETED, PRUNED: PRUNED, "FAIL": states.FAILED}
-
-
-@dataclass(frozen=True)
-class Curve:
-    """One metric of one run: its values by increasing, distinct steps."""
-
-    steps: Integers
-    values: Floats
 
 
 @dataclass
@@ -95,15 +81,10 @@ def _has_metrics(source: Source) -> bool:
 
 
 def _event_files(folders: list[Path]) -> dict[Path, list[EventFile]]:
-    """Return the event files of each folder, oldest writer first."""
+    """Return the event files of each folder."""
     paths = {folder: [path for path in folder.glob(EVENT_FILES) if path.is_file()] for folder in folders}
     files = iter(read_files([path for found in paths.values() for path in found]))
-    # the time of the first record distinguishes two writers of the same second, which file names do not
-    return {folder: sorted(itertools.islice(files, len(found)), key=_age) for folder, found in paths.items()}
-
-
-def _age(file: EventFile) -> tuple[float, str]:
-    return file.started if math.isfinite(file.started) else -math.inf, file.path.name
+    return {folder: list(itertools.islice(files, len(found))) for folder, found in paths.items()}
 
 
 def _states(folders: list[RunFolder], note: Note) -> dict[RunFolder, str]:
@@ -200,15 +181,15 @@ def _read_metrics(path: Path, on: On, history: History) -> None:
             continue
         for name, value in values.items():
             writers.setdefault(name, {}).setdefault(attempt, []).append((step, value))
-    repeated = 0
+    most = 0
     for name, by_attempt in writers.items():
         points = [zip(*by_attempt[attempt], strict=True) for attempt in sorted(by_attempt)]
         arrays = [(np.asarray(steps, np.int64), np.asarray(values, np.float64)) for steps, values in points]
         history.curves[name] = newest(arrays)
-        repeated = max(repeated, sum(map(_repeated, arrays)))
-    if repeated:
+        most = max(most, sum(repeated(steps) for steps, _ in arrays))
+    if most:
         fix = ", --on progress keeps them apart" if on == "step" else ""
-        history.notes.append(f"{counted(repeated, 'report')} superseded by a later one at the same {on}{fix}")
+        history.notes.append(f"{counted(most, 'report')} superseded by a later one at the same {on}{fix}")
     if damaged:
         history.notes.append(f"{counted(damaged, 'damaged line')} of {path.name} skipped")
 
@@ -251,59 +232,9 @@ def _read_events(files: list[EventFile], on: On, history: History, prefix: str =
         history.config |= file.config
         if file.damaged:
             history.notes.append(f"{counted(file.damaged, 'damaged record')} of {file.path.name} skipped")
-    repeated = 0
-    for tag in dict.fromkeys(tag for file in files for tag in file.scalars):
-        writers = list(_still_true(files, tag))
-        repeated = max(repeated, sum(map(_repeated, writers)))
-        curve = newest(writers)
-        if len(curve.steps):
-            history.curves[f"{prefix}{tag}"] = curve
-    if repeated:
-        history.notes.append(f"{counted(repeated, 'point')} superseded by a later one of its writer at the same step")
-
-
-def _still_true(files: list[EventFile], tag: str) -> Iterator[tuple[Integers, Floats]]:
-    """Yield the points of a tag by each writer, oldest first, without those that it took back by a restart."""
-    for place, file in enumerate(files):
-        points = file.scalars.get(tag)
-        if points is None:
-            continue
-        later = [step for newer in files[place + 1 :] for _, step in newer.restarts]
-        kept = np.ones(len(points.steps), bool) if not later else points.steps < min(later)
-        for record, step in file.restarts:
-            kept &= (points.records > record) | (points.steps < step)
-        yield points.steps[kept], points.values[kept]
-
-
-# -- repeated steps
-
-
-def newest(writers: Sequence[tuple[Integers, Floats]]) -> Curve:
-    """Merge the points of several writers, oldest first: a newer writer replaces everything from its first step on.
-
-    Of two values of one writer for the same step, the last one counts.
-    """
-    parts: list[tuple[Integers, Floats]] = []
-    for steps, values in reversed(writers):
-        if not len(steps):
-            continue
-        first = min((int(part[0][0]) for part in parts), default=None)
-        kept: NDArray[np.bool_] = np.ones(len(steps), bool) if first is None else steps < first
-        if kept.any():
-            parts.append(_last_of_each(steps[kept], values[kept]))
-    if not parts:
-        return Curve(np.empty(0, np.int64), np.empty(0))
-    parts.reverse()
-    return Curve(np.concatenate([part[0] for part in parts]), np.concatenate([part[1] for part in parts]))
-
-
-def _repeated(points: tuple[Integers, Floats]) -> int:
-    """Return how many points of a writer are replaced by other points of the same writer."""
-    return len(points[0]) - len(np.unique(points[0]))
-
-
-def _last_of_each(steps: Integers, values: Floats) -> tuple[Integers, Floats]:
-    """Return the last value of each step, by increasing steps."""
-    # the first of each in reverse order
-    found, places = np.unique(steps[::-1], return_index=True)
-    return found, values[::-1][places]
+    merged = EventFiles(files)
+    history.curves |= {f"{prefix}{tag}": curve for tag, curve in merged.curves().items()}
+    history.notes += merged.notes()
+    if merged.repeated:
+        points = counted(merged.repeated, "point")
+        history.notes.append(f"{points} superseded by a later one of its writer at the same step")

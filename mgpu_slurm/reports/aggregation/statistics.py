@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mgpu_slurm.metrics.event_layout import Floats, Integers
-from mgpu_slurm.reports.aggregation.history import Curve
+from mgpu_slurm.reports.aggregation.merging import Curve
 
 Interval = Literal["t", "bootstrap"]
 

@@ -15,7 +15,8 @@ from mgpu_slurm.metrics.reporter import Reporter
 from mgpu_slurm.reports.aggregation import aggregate_files
 from mgpu_slurm.reports.aggregation.aggregate import Aggregate, aggregate, grouped, is_seed
 from mgpu_slurm.reports.aggregation.aggregate_table import table
-from mgpu_slurm.reports.aggregation.history import Curve, History
+from mgpu_slurm.reports.aggregation.history import History
+from mgpu_slurm.reports.aggregation.merging import Curve
 from mgpu_slurm.reports.aggregation.statistics import NAMES
 from mgpu_slurm.run_folder.layout import RunFolder
 from tests.metrics.event_files import ended_run, read_by_tensorboard, scalar, write

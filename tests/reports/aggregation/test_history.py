@@ -6,34 +6,14 @@ import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from hypothesis import given
-from hypothesis import strategies as some
-
-from mgpu_slurm.reports.aggregation.history import Curve, History, flattened, newest, read
+from mgpu_slurm.reports.aggregation.history import History, flattened, read
+from mgpu_slurm.reports.aggregation.merging import Curve
 from mgpu_slurm.reports.aggregation.run_sources import sources
 from tests.metrics.event_files import ended_run, opened, restarted, scalar, write
-
-WRITERS = some.lists(some.lists(some.tuples(some.integers(0, 20), some.floats(0, 1)), max_size=12), max_size=5)
 
 
 def points(curve: Curve) -> dict[int, float]:
     return dict(zip(curve.steps.tolist(), curve.values.tolist(), strict=True))
-
-
-@given(WRITERS)
-def test_newer_writer_replaces_everything_from_its_first_step_on(writers: list[list[tuple[int, float]]]) -> None:
-    expected: dict[int, float] = {}
-    for said in writers:
-        first = min((step for step, _ in said), default=99)
-        expected = {step: value for step, value in expected.items() if step < first} | dict(said)
-    arrays = [
-        (np.asarray([step for step, _ in said], np.int64), np.asarray([value for _, value in said], float))
-        for said in writers
-    ]
-    curve = newest(arrays)
-    assert points(curve) == expected
-    assert curve.steps.tolist() == sorted(expected)
 
 
 # -- event files

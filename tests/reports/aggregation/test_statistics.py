@@ -12,7 +12,7 @@ from hypothesis import strategies as some
 from scipy.stats import t
 
 from mgpu_slurm.metrics.event_layout import Floats
-from mgpu_slurm.reports.aggregation.history import Curve
+from mgpu_slurm.reports.aggregation.merging import Curve
 from mgpu_slurm.reports.aggregation.statistics import (
     FEW_RUNS,
     NAMES,
