@@ -101,8 +101,16 @@ def run_attempt(folder: RunFolder, spec: Spec, launch: Launch) -> Ending:
     started = {"attempt": attempt, "job_id": launch.job_id, "nodes": launch.names, "restarts": restarts}
     records.settle_event(folder, "started", **started, **retry_policy.checkpoint_fact(folder))
     began = records.read_state(folder).started or records.now()
+    first_started = next((event.time for event in records.events(folder) if event.event == "started"), began)
     records.settle_state(
-        folder, state="RUNNING", attempts=attempt, job_id=launch.job_id, reason="", started=began, ended=None
+        folder,
+        state="RUNNING",
+        attempts=attempt,
+        job_id=launch.job_id,
+        reason="",
+        started=began,
+        first_started=first_started,
+        ended=None,
     )
     # the previous attempt's failure is over
     folder.failure.unlink(missing_ok=True)
@@ -307,7 +315,8 @@ def _first_cause(
     # a consequence of another rank's end is not a cause, unless this rank ended first
     known = [each for each in found if not each.consequence or f"rank {each.rank}" == who]
     known.sort(key=lambda each: (each.consequence, each.time))
-    first = failures.first_stuck(found, ranks) or (known[0] if known else Failure(message=description))
+    stopped = _reason_to_stop(folder, attempt) if ending.code == TERMINATED_EXIT_CODE else ""
+    first = failures.first_stuck(found, ranks) or (known[0] if known else Failure(message=stopped or description))
     failure = replace(first, attempt=attempt, who=first.who or who)
     if failure.error is None and "exit code" in description:
         # the error of a script that raised one
@@ -315,6 +324,14 @@ def _first_cause(
         if said:
             failure = replace(failure, message=f"{failure.message}: {said[-1][:200]}")
     return failure
+
+
+def _reason_to_stop(folder: RunFolder, attempt: int) -> str:
+    """Return what rank 0 wrote when it stopped because of a SIGTERM; empty if it did not, as when it was killed."""
+    try:
+        return folder.terminated(attempt).read_text().strip()
+    except FileNotFoundError:
+        return ""
 
 
 def own_group() -> None:

@@ -18,8 +18,11 @@ from types import FrameType
 from typing import NoReturn
 
 from mgpu_slurm.core import log_lines, retry
+from mgpu_slurm.core.errors import RunStopped
+from mgpu_slurm.core.files import write_whole
 from mgpu_slurm.rank import crash
 from mgpu_slurm.request.parallelism import compiles
+from mgpu_slurm.request.spec import TERMINATED_EXIT_CODE
 from mgpu_slurm.run_folder.layout import RunFolder
 
 LEAD_SIGNAL_VARIABLE = "MGPU_LEAD_SIGNAL"
@@ -140,6 +143,13 @@ def request_requeue(folder: RunFolder, attempt: int, said: str = "") -> None:
     retry.for_the_disk(request.touch, request)
     with suppress(OSError), open(request, "a") as file:
         file.write(said and f"{said}\n")
+
+
+def note_stop(folder: RunFolder, attempt: int, stopped: RunStopped) -> None:
+    """Tell the batch step that the ranks have ended on request; their exit code is that of ranks killed by SIGTERM."""
+    if stopped.exit_code == TERMINATED_EXIT_CODE:
+        mark = folder.terminated(attempt)
+        retry.for_the_disk(lambda: write_whole(mark, f"{stopped.reason}\n".encode(), sync=False), mark)
 
 
 def leave_from_here(exit_code: int, tell: Callable[[], None] = lambda: None) -> NoReturn:

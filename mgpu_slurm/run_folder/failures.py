@@ -271,7 +271,7 @@ _OF_AN_END = (
     (r"^ranks? \S+ on \S+: Out Of Memory$", HOST_MEMORY),
     (r"^(?:[\w\- ]+ on \S+|[\w ]+) was (?:ended|killed) by SIGKILL|^ranks? \S+ on \S+: Killed$", KILLED),
     (r"^[\w\- ]+ (?:on \S+ )?was (?:ended|killed) by SIGBUS|^ranks? \S+ on \S+: Bus error", SHARED_MEMORY),
-    (r"was (?:ended|killed) by SIGTERM|^ranks? \S+ on \S+: Terminated$", TERMINATED),
+    (r"was (?:ended|killed) by SIGTERM|^ranks? \S+ on \S+: Terminated$|, asked to end$", TERMINATED),
     (rf": {PREFIX}command '.*' (?:is not|may not|does not) ", NO_COMMAND),
     (
         r"was (?:ended|killed) by SIG(?:SEGV|ABRT|ILL|FPE)|: (?:Segmentation fault|Aborted|Illegal instruction)",

@@ -248,7 +248,7 @@ class RunFolder:
         return self.logs / f"{attempt}.requeue"
 
     def terminated(self, attempt: int) -> Path:
-        """Return the marker that SIGTERM ended a rank's command, for when its exit code cannot say so."""
+        """Return the marker that a SIGTERM ended ranks, with their reason if they saved; exit codes do not say so."""
         return self.logs / f"{attempt}.terminated"
 
     def unfinished(self, attempt: int, process: int = 0) -> Path:

@@ -92,7 +92,9 @@ class RunState(Record):
     submitted: str | None = None
     """ISO 8601 with the time zone, as all times here."""
     started: str | None = None
-    """When the first attempt began."""
+    """When the first attempt since the last submission or resumption began."""
+    first_started: str | None = optional()
+    """When the first of all attempts began; `started` is reset by `resume`."""
     ended: str | None = None
     reason: str = ""
     """Why it is in this state, in one line."""

@@ -37,6 +37,7 @@ from mgpu_slurm.rank.signals import (
     StopFlag,
     ignore_stop_signals,
     leave_from_here,
+    note_stop,
     request_requeue,
 )
 from mgpu_slurm.request import config as configs
@@ -343,7 +344,9 @@ def reporting_errors(rank: Rank, saved: Callable[[], None] = lambda: None) -> It
     """
     try:
         yield
-    except RunStopped:
+    except RunStopped as stopped:
+        if rank.facts.rank == 0:
+            note_stop(rank.folder, rank.attempt, stopped)
         raise
     except BaseException as error:
         if error not in rank.told:

@@ -358,7 +358,7 @@ class LoopControl:
             self.stop.will_restart = True
             _stop(REQUEUE_EXIT_CODE, f"the time limit is near: stopped at step {step}")
         if self._agreed.stop is Stop.END:
-            _stop(TERMINATED_EXIT_CODE, f"asked to end: stopped at step {step}")
+            _stop(TERMINATED_EXIT_CODE, f"stopped at step {step}, asked to end")
         if self._pauses:
             self._pause(step)
 

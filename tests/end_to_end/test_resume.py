@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from mgpu_slurm.core.files import read_jsonl
 from mgpu_slurm.run_folder import records
 from mgpu_slurm.run_folder.layout import RunFolder
 from mgpu_slurm.run_folder.record_types import Event
@@ -172,10 +173,19 @@ def test_resume_after_cancel_ends_with_identical_weights(trained: tuple[Project,
     wait_until(lambda: (folder / "waits-0").exists() and (folder / "waits-1").exists())
     assert "asked to save and end" in project.call("cancel", folder.name).stdout
     assert project.finish(folder)["state"] == "CANCELLED"
+    ended = records.read_state(RunFolder(folder))
     assert (folder / "checkpoints").is_dir()
+    (end,) = [event for event in read_jsonl(folder / "attempts.jsonl") if event["event"] == "ended"]
+    assert end["message"] == "stopped at step 9, asked to end"
     done = project.call("resume", folder.name, "--follow")
     assert done.returncode == 0, done.stdout + done.stderr
     assert project.finish(folder)["attempts"] == 2
+    resumed = records.read_state(RunFolder(folder))
+    assert ended.started is not None
+    assert resumed.started is not None
+    assert resumed.first_started is not None
+    assert resumed.first_started == ended.first_started
+    assert resumed.first_started <= ended.started < resumed.started
     assert (folder / "final.pt").read_bytes() == expected
 
 

@@ -52,7 +52,7 @@ def started(folder: Path, then: str) -> subprocess.Popen[str]:
 def test_first_ctrl_c_saves_and_stops_at_the_next_boundary(tmp_path: Path) -> None:
     process = started(tmp_path, "pass")
     out, err = process.communicate(timeout=60)
-    assert (process.returncode, out, err) == (TERMINATED_EXIT_CODE, "mgpu_slurm: asked to end: stopped at step 2\n", "")
+    assert (process.returncode, out, err) == (TERMINATED_EXIT_CODE, "mgpu_slurm: stopped at step 2, asked to end\n", "")
     assert [path.name for path in tmp_path.glob("*/checkpoints/*")] == ["step-000000002"]
 
 
