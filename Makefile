@@ -20,7 +20,7 @@ demo: $(READY)
 demo-sweep: $(READY)
 	.venv/bin/python -m mgpu_slurm sweep sweeps/digits_hyperband.yaml --executor local study=demo trials=16 workers=2
 
-# tests that need a cluster or a database server are skipped if there is none; with CI=true they fail
+# tests that need a cluster, a database server or a browser are skipped if there is none; with CI=true they fail
 # pip and the packages of the cluster take a minute each, and wait for different things. Five processes suit two cores, as
 # many tests wait for SLURM or a time limit. The program is compiled first: tests start it hundreds of times, and
 # PYTHONDONTWRITEBYTECODE may keep it from storing its bytecode.
@@ -77,11 +77,11 @@ cluster-deps: $(CLUSTER)
 
 try-cluster-deps:
 	@$(MAKE) --silent --no-print-directory cluster-deps || [ "$$CI" = true ] \
-	    || echo 'The tests of SLURM and of database servers are skipped.'
+	    || echo 'The tests of SLURM, database servers and HTML pages are skipped.'
 
 # touched last, as below
 $(CLUSTER): tests/on_slurm/packages.py
-	@echo "Unpacking Debian's packages of SLURM and PostgreSQL into .cluster (about 75 MB to load; nothing is installed)"
+	@echo "Unpacking Debian's packages of SLURM, PostgreSQL and Chromium into .cluster (about 200 MB; nothing is installed)"
 	@$(PYTHON) tests/on_slurm/packages.py .cluster
 	@touch $@
 

@@ -1,9 +1,9 @@
-"""Gets the programs of a real SLURM, and of a real PostgreSQL, without installing them: `make cluster-deps`.
+"""Gets the programs of a real SLURM, PostgreSQL and Chromium without installing them: `make cluster-deps`.
 
 With sbatch in /usr/bin, `--executor auto` would mean another thing on this machine, and Debian would start its
 services. So the packages are only unpacked, into a folder that `init.py` lays over /usr in a namespace of its own.
-Packages that the machine has are used from there. PostgreSQL needs no namespace: it finds its files from where its
-program lies. The standard library alone is used, as no environment is needed.
+Dependencies that the machine has are used from there. PostgreSQL and Chromium need no namespace: they find their files
+from where their programs lie. The standard library alone is used, as no environment is needed.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ import sys
 from pathlib import Path
 
 NAMES = ["slurm-wlm", "slurm-client", "slurmdbd", "munge", "mariadb-server", "iproute2", "postgresql", "libfaketime"]
+# Chromium's program, its files, and the only fonts of the tests, so that a text is as wide on every machine
+NAMES += ["chromium-headless-shell", "chromium-common", "fonts-dejavu-core"]
 
 DATABASE_PASSWORD = "known to all tests"
 """Of PostgreSQL's user postgres and MariaDB's root. Nobody reaches a server who cannot open its folder."""
@@ -41,8 +43,10 @@ def prepare(folder: Path) -> None:
 
 
 def download(archives: Path) -> None:
-    options = ["-o", f"Dir::Cache::archives={archives}", "-o", "APT::Sandbox::User=root"]
-    install = ["apt-get", "install", "--download-only", "--yes", "-qq", "--no-install-recommends", *options, *NAMES]
+    # also those that the machine has: Chromium's program and its files have to lie in one folder
+    options = ["--no-install-recommends", "--reinstall"]
+    options += ["-o", f"Dir::Cache::archives={archives}", "-o", "APT::Sandbox::User=root"]
+    install = ["apt-get", "install", "--download-only", "--yes", "-qq", *options, *NAMES]
     # the lists of packages may be missing, as in most images, or name versions that are gone
     if not quiet(install).returncode or (
         not quiet(["apt-get", "update", "-qq"]).returncode and not quiet(install).returncode
