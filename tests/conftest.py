@@ -14,11 +14,14 @@ from typing import TYPE_CHECKING
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests import browser as chromium
 from tests import mariadb as mariadb_server
 from tests import postgresql as databases
 from tests.support import LACKING, Project, make_project, require
 
 if TYPE_CHECKING:
+    from playwright.sync_api import Browser
+
     from mgpu_slurm.training.run import Run
 
 ON_SLURM = "tests/on_slurm/"
@@ -119,6 +122,15 @@ def mariadb(tmp_path_factory: pytest.TempPathFactory) -> Iterator[mariadb_server
     require(None if mariadb_server.is_there() else mariadb_server.MISSING)
     with mariadb_server.server(tmp_path_factory.mktemp("mariadb") / "server") as server:
         yield server
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    """One browser for all tests of a module: it starts in half a second, and while it runs this thread has an event
+    loop that would make `asyncio.run` fail in other modules."""
+    require(None if chromium.is_there() else chromium.MISSING)
+    with chromium.started(tmp_path_factory.mktemp("browser")) as browser:
+        yield browser
 
 
 @pytest.fixture
