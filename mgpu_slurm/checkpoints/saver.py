@@ -18,6 +18,8 @@ from mgpu_slurm.checkpoints.state.train_state import Keeper, Restored
 from mgpu_slurm.core import log_lines
 from mgpu_slurm.rank.communication.codec import StateDict
 from mgpu_slurm.rank.communication.collectives import SaveBarrier
+from mgpu_slurm.run_folder.records import now
+from mgpu_slurm.run_folder.usage_records import SaveRecord
 
 CLOSE_SECONDS = 60.0
 """Seconds for which a rank that exits continues to write; the checkpoint is complete if all ranks finish in time."""
@@ -63,6 +65,8 @@ class Saver:
         """Step of the newest checkpoint, unless that was lost; the same on all ranks."""
         self._has_lost = False
         """Whether this rank could not write its part of the newest save, or rank 0 could not publish it."""
+        self._times = SaveRecord()
+        """Those of the newest save."""
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self._give_up_at = math.inf
@@ -107,12 +111,13 @@ class Saver:
         """
         if progress == self._newest:
             return
+        begun, began = now(), time.monotonic()
         self.finish()
         # all ranks arrive here before they compare their states
         self._any_rank(False)
         self._held = None
         self._keeper.copy(progress, self._best.begin(self.plan, progress.step), own)
-        self._begin(progress)
+        self._begin(progress, begun, time.monotonic() - began)
 
     def hold(self, progress: ProgressRecord, own: StateDict) -> None:
         """Copy the state of this place for `save_held`, unless a checkpoint of it is already being written.
@@ -147,7 +152,7 @@ class Saver:
             self.finish()
             return self.has_kept(step)
         if self._held != self._newest:
-            self._begin(self._held)
+            self._begin(self._held, now())
         return True
 
     def has_kept(self, step: int) -> bool:
@@ -156,8 +161,15 @@ class Saver:
 
     # -- in the background
 
-    def _begin(self, progress: ProgressRecord) -> None:
+    def _begin(self, progress: ProgressRecord, begun: str, stood: float = 0.0) -> None:
+        """Write what was copied, in the background.
+
+        Args:
+            begun: when the training stopped for it.
+            stood: seconds for which it stood.
+        """
         self._begun += 1
+        self._times = SaveRecord(step=progress.step, begun=begun, stood=round(stood, 4))
         self._has_lost = False
         self._kept_step = progress.step
         self._begun_at, self._last_step, self._newest = time.monotonic(), progress.step, progress
@@ -211,6 +223,7 @@ class Saver:
             self._has_lost = True
             self._best.lost()
             return
+        self._keeper.note_save(self._times)
         best = self._best.published(key)
         try:
             self._keeper.tidy(self.plan.keep, best)

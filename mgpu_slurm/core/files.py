@@ -82,12 +82,12 @@ def without_nan(value: Any) -> Any:
     return [without_nan(item) for item in value] if isinstance(value, list) else value
 
 
-def append_jsonl(path: Path, record: dict[str, Any]) -> None:
-    """Append one line, after cutting off a torn line that a dead writer left."""
-    line = json.dumps(record) + "\n"
+def append_jsonl(path: Path, *records: dict[str, Any]) -> None:
+    """Append a line for each record, after cutting off a torn line that a dead writer left."""
+    lines = "".join(json.dumps(record) + "\n" for record in records)
     with open(path, "ab+") as file:
         cut_torn_tail(file.fileno())
-        file.write(line.encode())
+        file.write(lines.encode())
 
 
 def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:

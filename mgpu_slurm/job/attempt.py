@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import resource
 import select
 import signal
 import socket
@@ -16,7 +17,7 @@ import threading
 import time
 import traceback
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from mgpu_slurm.core.files import read_json, write_json
 from mgpu_slurm.core.processes import RUN_VARIABLE
 from mgpu_slurm.job import retry_policy, store_server
 from mgpu_slurm.job.gil_monitor import GilMonitor
+from mgpu_slurm.job.sampling.node_sampler import ChildRank, ChildSampling
 from mgpu_slurm.job.socket_handoff import SocketOffer
 from mgpu_slurm.request.spec import ATTEMPT_VARIABLE, REQUEUE_EXIT_CODE, TERMINATED_EXIT_CODE, Spec
 from mgpu_slurm.run_folder import failures, records
@@ -87,6 +89,10 @@ class Launch(ABC):
         """Describe a failure that no rank reported."""
         return describe_exit(ending)
 
+    def children(self, started: Iterable[int]) -> Mapping[int, ChildRank]:
+        """Return which of the processes that it has started are ranks, by pid; none if it has started a launcher."""
+        return {}
+
     def is_in_vain(self) -> bool:
         """Return whether the launcher waits for something that will never happen; called every second."""
         return False
@@ -127,6 +133,7 @@ def run_attempt(folder: RunFolder, spec: Spec, launch: Launch) -> Ending:
     offer = SocketOffer(listener) if _rank_0_serves(spec) else None
     oom_kills = processes.oom_kills()
     alive = launch.start(variables | (offer.variables() if offer else {}))
+    sampling = ChildSampling(folder, attempt, launch.children(alive))
     service = _Service(listener, offer, wanted=spec.resources.ranks > 1)
     request = folder.requeue_request(attempt)
     # the rest of the lead is for the requeue
@@ -136,7 +143,8 @@ def run_attempt(folder: RunFolder, spec: Spec, launch: Launch) -> Ending:
     def is_hopeless() -> bool:
         return service.failed or launch.is_in_vain() or locked.is_stuck()
 
-    ending = _wait(alive, request, grace, folder.cancel_request, is_hopeless)
+    ending = _wait(alive, request, grace, folder.cancel_request, is_hopeless, sampling.ended)
+    sampling.close()
     locked.conclude(launch.names[0])
     service.end()
     secret_file.unlink(missing_ok=True)
@@ -246,6 +254,7 @@ def _wait(
     grace_after_requeue: float,
     cancel_request: Path,
     is_hopeless: Callable[[], bool],
+    note_end: Callable[[int, resource.struct_rusage], None],
 ) -> Ending:
     """Wait until all processes have ended. The first that fails or requests a requeue ends the others after a grace.
 
@@ -254,6 +263,7 @@ def _wait(
         grace_after_requeue: Seconds for the others after such a request.
         cancel_request: Exists if the ranks have been told to end, perhaps before this process has.
         is_hopeless: Returns whether no rank can end or save by itself any more; called every second.
+        note_end: Called with the pid of each process that has ended, and what it used.
     """
     ending = Ending(0)
     deadline: float | None = None
@@ -271,7 +281,7 @@ def _wait(
             signal_groups(alive, signal.SIGKILL)
         elif received is not None and received.si_signo == signal.SIGTERM:
             ending = replace(ending, told_to_end=True)
-        for who, code in _ended(alive):
+        for who, code in _ended(alive, note_end):
             if code and not ending.code:
                 ending = replace(ending, code=code, who=who)
         # ranks that are told to end save first; the sender of the SIGTERM sends SIGKILL when their time is up
@@ -288,15 +298,16 @@ def signal_groups(alive: dict[int, str], signum: int) -> None:
             os.killpg(pid, signum)
 
 
-def _ended(alive: dict[int, str]) -> list[tuple[str, int]]:
+def _ended(alive: dict[int, str], note_end: Callable[[int, resource.struct_rusage], None]) -> list[tuple[str, int]]:
     """Remove from `alive` the processes that have ended since the last call; return them with shell-style exit codes.
 
     Those killed by a signal come first: the others may have failed because of them.
     """
     found = []
     for pid in list(alive):
-        done, status = os.waitpid(pid, os.WNOHANG)
+        done, status, used = os.wait4(pid, os.WNOHANG)
         if done:
+            note_end(pid, used)
             code = os.waitstatus_to_exitcode(status)
             found.append((alive.pop(pid), 128 - code if code < 0 else code))
     return sorted(found, key=lambda ended: -ended[1])

@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 from abc import abstractmethod
-from collections.abc import Container
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass
 
 from mgpu_slurm.core import interpreter, processes
@@ -22,6 +22,7 @@ from mgpu_slurm.executors.base import HELD_JOB_VARIABLE
 from mgpu_slurm.executors.held_allocation import Allocation
 from mgpu_slurm.executors.local import visible_gpus
 from mgpu_slurm.job import PARTS, attempt, rank_process
+from mgpu_slurm.job.sampling.node_sampler import ChildRank
 from mgpu_slurm.job.srun_watch import LaunchLog
 from mgpu_slurm.local_cluster import simulated
 from mgpu_slurm.request.spec import Spec
@@ -143,6 +144,15 @@ class SimulatedNodes(Nodes):
             # the supervisor looked for ranks to signal before these existed
             attempt.signal_groups(started, signal.SIGTERM)
         return started
+
+    def children(self, started: Iterable[int]) -> Mapping[int, ChildRank]:
+        found = {}
+        # as in `start`
+        for rank, pid in enumerate(started):
+            variables = simulated.rank_variables(self._spec, rank, self._gpus)
+            gpus = variables.get("CUDA_VISIBLE_DEVICES") or None
+            found[pid] = ChildRank(rank, variables["SLURMD_NODENAME"], gpus)
+        return found
 
     def _start_rank(self, rank: int) -> int:
         variables = simulated.rank_variables(self._spec, rank, self._gpus)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import tempfile
 from pathlib import Path
 
 from mgpu_slurm.core import files
@@ -43,6 +44,24 @@ def folders(root: Path) -> list[RunFolder]:
         for path in root.iterdir()
         if not path.name.startswith(".") and os.path.exists(path / "state.json")
     ]
+
+
+def make_writable(folder: Path) -> None:
+    """Create a folder for runs and check that it is writable.
+
+    Raises:
+        UserError: its name is reserved, or it cannot be written.
+    """
+    if folder.name in (layout.TASKS, layout.TRIALS):
+        raise UserError(f"runs folder {str(folder)!r}: {folder.name!r} is a reserved name: choose another")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise UserError(
+            f"runs folder {str(folder)!r} cannot be written ({error.strerror}): set MGPU_RUNS to a folder of your own"
+        ) from None
 
 
 # -- the owner of a run, and who may read or change it

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import os
 import re
-import tempfile
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
 
-from mgpu_slurm.core.errors import UserError
 from mgpu_slurm.core.files import set_mode
 
 LONGEST_NAME = 100
@@ -286,6 +284,24 @@ class RunFolder:
         return self.checkpoints / f"step-{step:09d}{f'.{number}' if number > 1 else ''}"
 
     @property
+    def saves(self) -> Path:
+        """The times of all checkpoints that were saved, one line each."""
+        return self.path / "saves.jsonl"
+
+    @property
+    def usage(self) -> Path:
+        """What the ranks used of their nodes, a file for each attempt and node."""
+        return self.path / "usage"
+
+    def node_usage(self, attempt: int, node: str) -> Path:
+        return self.usage / f"{attempt}-{node}.jsonl"
+
+    @property
+    def accounting(self) -> Path:
+        """What SLURM's accounting has recorded of the job steps of a run that has ended."""
+        return self.usage / "accounting.json"
+
+    @property
     def result(self) -> Path:
         return self.path / "result.json"
 
@@ -336,24 +352,6 @@ def state_home() -> Path:
     """Return the folder of this user's index of runs folders."""
     base = os.environ.get("XDG_STATE_HOME") or str(Path.home() / ".local" / "state")
     return Path(base) / "mgpu_slurm"
-
-
-def make_writable(folder: Path) -> None:
-    """Create a folder for runs and check that it is writable.
-
-    Raises:
-        UserError: its name is reserved, or it cannot be written.
-    """
-    if folder.name in (TASKS, TRIALS):
-        raise UserError(f"runs folder {str(folder)!r}: {folder.name!r} is a reserved name: choose another")
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-    except OSError as error:
-        raise UserError(
-            f"runs folder {str(folder)!r} cannot be written ({error.strerror}): set MGPU_RUNS to a folder of your own"
-        ) from None
 
 
 # -- checkpoints, found by the names of their folders

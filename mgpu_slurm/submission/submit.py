@@ -68,7 +68,7 @@ def submit(request: Request, note: Note = quiet, add: Addition = nothing) -> Sub
     """
     cwd, runs = Path.cwd(), layout.runs_root()
     made = plan.make(request, cwd, runs, note)
-    layout.make_writable(runs)
+    index.make_writable(runs)
     if not os.environ.get(layout.RUNS_VARIABLE):
         why = "who could replace your runs in it: set MGPU_RUNS to your own folder, or to this one if you trust them"
         files.refuse_foreign_owner(runs, why)

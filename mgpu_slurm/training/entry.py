@@ -26,6 +26,7 @@ from mgpu_slurm.core.files import read_json, set_umask_for, write_json, write_wh
 from mgpu_slurm.core.processes import RUN_VARIABLE, allow_many_files
 from mgpu_slurm.job import node_process, output, socket_handoff
 from mgpu_slurm.job.rank_process import exit_process, is_fork_of_node
+from mgpu_slurm.job.sampling import node_sampler
 from mgpu_slurm.job.stacks import place_of
 from mgpu_slurm.rank import crash, preflight
 from mgpu_slurm.rank.command import run_command
@@ -93,7 +94,10 @@ def main(folder: RunFolder, work: Work) -> int:
         found = [] if process else preflight.warnings_at_start(spec, folder, facts)
         found = [*found, *([] if cache is None else [cache])]
         preflight.warn(found, folder, attempt, facts)
-        code = work(Rank(spec, folder, facts, attempt, socket_handoff.take(facts.rank), process=process))
+        # the first process of a worker is sampled with all below it
+        place = (facts.node_name, facts.rank, facts.local_rank)
+        with nullcontext() if process else node_sampler.sampled_by_rank(spec, folder, attempt, *place):
+            code = work(Rank(spec, folder, facts, attempt, socket_handoff.take(facts.rank), process=process))
     output.flush()
     # an interpreter that ends restores the default of handled signals, which would kill it
     ignore_stop_signals(signal.SIGTERM)

@@ -127,7 +127,7 @@ def test_run_folder_contains_exactly_the_expected_files(digits: Submitted) -> No
     names = {path.name for path in digits.folder.iterdir()}
     assert names == {
         *("spec.yaml", "environment.json", "code", "state.json", "attempts.jsonl", "logs", "tensorboard"),
-        *("metrics.jsonl", "checkpoints", "result.json"),
+        *("metrics.jsonl", "checkpoints", "saves.jsonl", "usage", "result.json"),
     }
 
 

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from mgpu_slurm.core import files
-from mgpu_slurm.core.errors import UserError
 from mgpu_slurm.run_folder import layout
 
 
@@ -48,9 +47,3 @@ def test_permissions_of_a_run_folder_follow_its_readers(readers: str, mode: int,
     folder = layout.RunFolder(tmp_path / "r")
     folder.create(readers)
     assert folder.path.stat().st_mode & 0o777 == mode
-
-
-def test_a_runs_folder_below_a_file_cannot_be_written(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match=r"cannot be written .*set MGPU_RUNS"):
-        layout.make_writable(tmp_path / "file" / "runs")

@@ -29,6 +29,7 @@ from mgpu_slurm.rank.rank_info import RankInfo
 from mgpu_slurm.rank.torch_adapter import is_dtensor
 from mgpu_slurm.run_folder import layout, records
 from mgpu_slurm.run_folder.layout import RunFolder
+from mgpu_slurm.run_folder.usage_records import SaveRecord, note_save
 
 LOOK_EVERY = 1.0
 """Seconds between two looks at the progress of a write."""
@@ -239,6 +240,10 @@ class Keeper:
         key = layout.checkpoint_key(folders.publish(self._hidden(step)))
         assert key is not None
         return key
+
+    def note_save(self, times: SaveRecord) -> None:
+        """Record when a checkpoint was saved."""
+        note_save(self._run, self._attempt, times)
 
     def tidy(self, keep: int, best: layout.CheckpointKey | None) -> None:
         """Delete old checkpoints and point the link `best` to the best one; on rank 0.

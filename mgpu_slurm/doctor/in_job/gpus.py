@@ -7,13 +7,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from mgpu_slurm.core import nvml
 from mgpu_slurm.core.formatting import counted
 from mgpu_slurm.core.processes import RUN_VARIABLE
 from mgpu_slurm.doctor import check_results
 from mgpu_slurm.doctor.check_results import Finding
 from mgpu_slurm.doctor.in_job.team import Answer, Place, Team, alike, names, who
 from mgpu_slurm.rank import preflight, rank_info
-from mgpu_slurm.training.speed import nvml
 
 GB = 1 << 30
 

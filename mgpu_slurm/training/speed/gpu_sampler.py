@@ -3,24 +3,15 @@
 from __future__ import annotations
 
 import statistics
-import threading
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from mgpu_slurm.core import nvml
+from mgpu_slurm.job.sampling.sampler_thread import SamplerThread
 from mgpu_slurm.rank import rank_info
-from mgpu_slurm.training.speed import nvml
-
-SECONDS = 10.0
-"""Between two samples; NVML averages the utilization over the last second or less."""
-FIRST_SECONDS = 1.0
-"""Before the first one."""
-
-CLOSE_SECONDS = 5.0
-"""To wait for the last sample at the end."""
 
 
 @dataclass(frozen=True)
@@ -44,18 +35,18 @@ def summary(samples: Sequence[GpuSample]) -> GpuSample:
     )
 
 
-class GpuSampler:
-    """Samples the GPUs of one rank. What fails is left out: no training ends because of it."""
+class GpuSampler(SamplerThread):
+    """Samples the GPUs of one rank for its curves; `job.sampling.node_sampler` samples those of its node."""
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
+        super().__init__("gpus")
         self._samples: list[GpuSample] = []
         self._last = GpuSample()
-        self._is_closed = threading.Event()
-        self._thread: threading.Thread | None = None
-        identities = {each for device in devices if (each := rank_info.gpu_identity(device)) is not None}
-        if identities:
-            self._thread = threading.Thread(target=self._serve, args=(identities,), name="gpus", daemon=True)
-            self._thread.start()
+        self._identities = {each for device in devices if (each := rank_info.gpu_identity(device)) is not None}
+        self._library: Any = None
+        self._found: list[Any] = []
+        if self._identities:
+            self.start()
 
     def take(self) -> GpuSample:
         """Return the means since the last call, and the peak of the memory; without a new sample, the last ones."""
@@ -63,36 +54,16 @@ class GpuSampler:
         self._last = summary(taken) if taken else self._last
         return self._last
 
-    def close(self) -> None:
-        """Stop the thread."""
-        self._is_closed.set()
-        if self._thread is not None:
-            # a GPU that is lost may never answer
-            self._thread.join(CLOSE_SECONDS)
-
-    def _serve(self, identities: set[str]) -> None:
+    def prepare(self) -> bool:
         # NVML may be missing, or lose a GPU at any time
-        with suppress(Exception):
-            library = nvml.load()
-            found = list(nvml.handles(library, identities))
-            wait = FIRST_SECONDS
-            while found and not self._is_closed.wait(wait):
-                sample = _sample(library, found)
-                self._samples.append(sample)
-                wait = SECONDS
+        self._library = nvml.load()
+        self._found = list(nvml.handles(self._library, self._identities))
+        return bool(self._found)
 
-
-def _sample(library: Any, found: Sequence[Any]) -> GpuSample:
-    """Return the present values; 0 for what a kind of GPU does not report."""
-
-    def known(read: Any, value: Any) -> list[float]:
-        values = []
-        for handle in found:
-            with suppress(library.NVMLError):
-                values.append(float(value(read(handle))))
-        return values
-
-    used = known(library.nvmlDeviceGetUtilizationRates, lambda rates: rates.gpu / 100)
-    power = known(library.nvmlDeviceGetPowerUsage, lambda milliwatts: milliwatts / 1000)
-    memory = known(library.nvmlDeviceGetMemoryInfo, lambda info: info.used)
-    return GpuSample(statistics.fmean(used or [0.0]), sum(power), max(memory, default=0.0))
+    def look(self) -> None:
+        readings = [nvml.read(self._library, handle) for handle in self._found]
+        used = [each.utilization for each in readings if each.utilization is not None]
+        power = [each.watts for each in readings if each.watts is not None]
+        memory = [float(each.memory) for each in readings if each.memory is not None]
+        # 0 for what a kind of GPU does not report
+        self._samples.append(GpuSample(statistics.fmean(used or [0.0]), sum(power), max(memory, default=0.0)))

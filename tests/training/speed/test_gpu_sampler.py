@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 import torch
 
+from mgpu_slurm.core import nvml
 from mgpu_slurm.doctor.in_job import gpus
+from mgpu_slurm.job.sampling import sampler_thread
 from mgpu_slurm.rank import rank_info
-from mgpu_slurm.training.speed import gpu_sampler, nvml
 from mgpu_slurm.training.speed.gpu_sampler import GpuSample, GpuSampler, summary
 from tests.support import wait_until
 
@@ -61,8 +62,8 @@ def library(monkeypatch: pytest.MonkeyPatch) -> Library:
     found = Library()
     monkeypatch.setattr(nvml, "load", lambda: found)
     monkeypatch.setattr(rank_info, "gpu_identity", lambda device: "abc"[device.index] if device.index != 3 else "d")
-    monkeypatch.setattr(gpu_sampler, "FIRST_SECONDS", 0.0)
-    monkeypatch.setattr(gpu_sampler, "SECONDS", 0.01)
+    monkeypatch.setattr(sampler_thread, "FIRST_SECONDS", 0.0)
+    monkeypatch.setattr(sampler_thread, "SECONDS", 0.01)
     return found
 
 
@@ -103,7 +104,7 @@ def test_values_that_a_gpu_does_not_report_are_zero(library: Library, sampler: C
 def test_last_sample_holds_until_there_is_a_new_one(
     library: Library, sampler: Callable[..., GpuSampler], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gpu_sampler, "SECONDS", 600.0)
+    monkeypatch.setattr(sampler_thread, "SECONDS", 600.0)
     own = sampler(0)
     wait_until(lambda: own.take() != GpuSample())
     assert own.take() == own.take() == GpuSample(0.1, 300.0, 1 << 30)
@@ -142,14 +143,14 @@ def test_nvml_lists_the_gpus_visible_to_torch() -> None:
 
 @pytest.mark.gpu
 def test_real_gpu_is_sampled(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu_sampler, "FIRST_SECONDS", 0.0)
+    monkeypatch.setattr(sampler_thread, "FIRST_SECONDS", 0.0)
     own = GpuSampler([torch.device("cuda", 0)])
     wait_until(lambda: own.take() != GpuSample())
     own.close()
     assert own.take().memory > 1 << 20
 
 
-@pytest.mark.parametrize("module", [gpus, gpu_sampler, nvml])
+@pytest.mark.parametrize("module", [gpus, nvml])
 def test_pynvml_has_every_name_in_use(module: Any) -> None:
     binding = importlib.import_module("pynvml")
     used = set(re.findall(r"(?:library|nvml)\.(nvml\w+|NVML\w+)", Path(module.__file__).read_text()))

@@ -1,0 +1,1 @@
+"""What a run uses of its nodes, sampled while it runs."""
