@@ -1,4 +1,4 @@
-"""Show what runs came to: `why`, `aggregate`, `tensorboard`, `profile` and `export`."""
+"""Show what runs came to: `why`, `aggregate`, `tensorboard`, `efficiency`, `profile` and `export`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from mgpu_slurm.cli.options import json_flag
-from mgpu_slurm.cli.output import print_json, print_lines, print_note
+from mgpu_slurm.cli.output import print_json, print_lines, print_note, terminal_size
 from mgpu_slurm.core.errors import UserError
 from mgpu_slurm.core.formatting import counted, human_size, program
 
@@ -154,6 +154,27 @@ def profile(name: str, attempt: int | None, as_json: bool) -> None:
         print_json(found.to_json())
         return
     print_lines(found.lines())
+
+
+@click.command()
+@click.argument("names", nargs=-1, metavar="[RUN|GROUP|SWEEP ...]")
+@json_flag
+def efficiency(names: tuple[str, ...], as_json: bool) -> None:
+    """Show what runs used of what they asked for.
+
+    Where their time went: training, starting, saving, and work that was repeated after a restart or came to nothing;
+    what they used of cores, memory and GPUs; and the flags to ask for next time. It needs no accounting of SLURM, but
+    asks it once about each run that has ended. Default: the newest 20 runs, groups and sweeps.
+    """
+    from mgpu_slurm.reports.usage import efficiency as uses
+    from mgpu_slurm.reports.usage import efficiency_table
+
+    found = uses.gather(uses.chosen(names, print_note), asks=True)
+    if as_json:
+        print_json(found.to_json())
+        return
+    room = terminal_size()
+    print_lines(efficiency_table.lines(found, room and room.columns))
 
 
 @click.command()

@@ -11,7 +11,7 @@ from optuna.trial import FrozenTrial
 
 from mgpu_slurm.sweeps.scheduling.construction import scheduler_of
 from mgpu_slurm.sweeps.scheduling.halving import HEDGE_EVERY, Promotion
-from mgpu_slurm.sweeps.search.parameters import Float, Int, Parameter
+from mgpu_slurm.sweeps.search.parameters import Parameter, share_of_range
 from mgpu_slurm.sweeps.search.space import Space
 from mgpu_slurm.sweeps.search.sweep import Sweep
 from mgpu_slurm.sweeps.study import summary
@@ -103,14 +103,10 @@ def _range_hints(study: Study, sweep: Sweep) -> list[str]:
 
 def _end_of_best(parameter: Parameter, best: Sequence[FrozenTrial]) -> str | None:
     """Return the end of a range, `lower` or `upper`, at which all of the best values are."""
-    if not isinstance(parameter, (Float, Int)):
-        return None
     values = [trial.params[parameter.name] for trial in best if parameter.name in trial.params]
-    if len(values) < FEWEST_BEST or parameter.low == parameter.high:
+    places = [place for value in values if (place := share_of_range(parameter, value)) is not None]
+    if len(places) < FEWEST_BEST:
         return None
-    scale = math.log if parameter.log else float
-    low, high = scale(parameter.low), scale(parameter.high)
-    places = [(scale(value) - low) / (high - low) for value in values]
     if max(places) <= EDGE:
         return "lower"
     return "upper" if min(places) >= 1 - EDGE else None

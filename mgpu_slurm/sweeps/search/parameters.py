@@ -193,6 +193,15 @@ class Choice(Parameter):
         return f"one of {', '.join(json.dumps(value) for value in self.values)}"
 
 
+def share_of_range(parameter: Parameter, value: Any) -> float | None:
+    """Return where a value is in a range, from 0 at its lower end to 1; None for a choice, and a range of one value."""
+    if not isinstance(parameter, (Float, Int)) or parameter.low == parameter.high:
+        return None
+    scale = math.log if parameter.log else float
+    low, high = scale(parameter.low), scale(parameter.high)
+    return (scale(value) - low) / (high - low)
+
+
 def label(value: Any) -> Any:
     """Return the form of a choice in the study: Optuna stores numbers, strings and null, but no lists or mappings."""
     return json.dumps(value) if isinstance(value, (list, dict)) else value
