@@ -32,6 +32,7 @@ from benchmarks import (
     step,
     storage,
     sweep,
+    usage,
 )
 
 BENCHMARKS = {
@@ -49,6 +50,7 @@ BENCHMARKS = {
     "slurm": slurm.run,
     "curves": curves.run,
     "gauges": gauges.run,
+    "usage": usage.run,
     "input": input.run,
     "storage": storage.run,
     "sweep": sweep.run,
