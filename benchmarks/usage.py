@@ -56,7 +56,7 @@ def run() -> Section:
         Row("CPU time of a write of six samples, once a minute", median(found["write"]), "us", 0),
         Row("CPU time of a look for ranks, once a minute", median(found["ranks"]), "us", 0),
         Row(
-            "CPU time of measuring the shared memory of that rank, once a minute if it has changed",
+            "CPU time of measuring its shared memory, at most once a minute",
             median(found["shared"]),
             "us",
             0,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from mgpu_slurm.core.formatting import binary_size, counted, duration, human_size
-from mgpu_slurm.reports.usage.advice import Advice
+from mgpu_slurm.reports.usage.advice import LEAST_SECONDS, MOST_WAIT, Advice
 from mgpu_slurm.reports.usage.efficiency import Efficiency, RunUse
 from mgpu_slurm.reports.usage.ledger import Ledger, Part
 
@@ -23,7 +23,7 @@ NAMES: Mapping[Part, str] = {
 """The columns of the parts, in their order."""
 
 MOST_NAMES = 2
-"""Number of runs that one line of advice names; of more, the first one."""
+"""Number of runs that one line names; of more, the first one."""
 
 LEFT_OUT_FIRST = ("ATTEMPTS", "STATE", "TIME", "WRITTEN", "READ", "POWER/GPU", "GPU MEMORY")
 """Columns that are left out on a narrow terminal, in this order; then those of the smallest parts."""
@@ -40,6 +40,11 @@ def lines(found: Efficiency, columns: int | None = None) -> list[str]:
         return [*warnings, "no run has started yet"]
     told = ["where the time went", *_table(_ledger_rows(found), columns, _smallest_parts(found))]
     told += ["", "used, of what was asked for", *_table(_use_rows(found.runs), columns)]
+    long = [run.facts for run in found.runs if run.facts.used.seconds >= LEAST_SECONDS]
+    waits = {facts.run: facts.used.wait for facts in long if (facts.used.wait or 0.0) > MOST_WAIT}
+    if most := max((wait or 0.0 for wait in waits.values()), default=0.0):
+        share = f"up to {most / (1 + most):.0%} of the time in which they had work"
+        told.append(f"cores were short: threads of {_named(list(waits))} waited for one for {share}")
     if not any(run.facts.used.cores is not None for run in found.runs):
         told.append("memory and cores were not sampled: these runs are of an older version, or were killed at once")
     if found.advice:
@@ -114,9 +119,12 @@ def _size(value: int | None) -> str:
 
 
 def _advice_row(advice: Advice) -> list[str]:
-    first, *others = advice.runs
-    names = ", ".join(advice.runs) if len(advice.runs) <= MOST_NAMES else f"{first} and {counted(len(others), 'other')}"
-    return [advice.flags or advice.kind, names, advice.why]
+    return [advice.flags or advice.kind, _named(advice.runs), advice.why]
+
+
+def _named(runs: Sequence[str]) -> str:
+    first, *others = runs
+    return ", ".join(runs) if len(runs) <= MOST_NAMES else f"{first} and {counted(len(others), 'other')}"
 
 
 def _table(

@@ -46,3 +46,11 @@ def test_several_runs_have_a_sum_and_share_their_advice() -> None:
     told = efficiency_table.lines(found("a", "b", "c"))
     assert told[5].split() == ["all", "30.0", "GPU", "h", "90%", "-", "<1%", "10%"]
     assert told[-2].split()[:5] == ["--mem", "13G", "a", "and", "2"]
+
+
+def test_cores_that_others_used_are_said() -> None:
+    made = found("a", "b")
+    facts = replace(made.runs[1].facts, used=replace(made.runs[1].facts.used, wait=0.98))
+    told = efficiency_table.lines(replace(made, runs=[made.runs[0], replace(made.runs[1], facts=facts)]))
+    words = "cores were short: threads of b waited for one for up to 49% of the time in which they had work"
+    assert words in told
