@@ -76,7 +76,7 @@ class Save:
 
     begun: int
     resumed: int
-    """When the training went on."""
+    """When the training continued."""
     complete: int
 
 
@@ -299,7 +299,7 @@ def _lanes(pieces: Sequence[_Piece], count: int) -> list[list[_Piece]]:
 def _lane(attempt: Stretch, pieces: Sequence[_Piece]) -> list[Span]:
     begin, end = attempt.begin, max(attempt.begin, attempt.end)
     if not pieces:
-        # it had to start, too, but nobody knows how long that took
+        # it had to start, too, but it is not known how long that took
         return [Span(begin, end, "failed" if attempt.outcome in ("failed", "lost") else "between_trials")]
     spans = []
     at = begin

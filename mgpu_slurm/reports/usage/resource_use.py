@@ -85,7 +85,7 @@ class Used:
     mem: int | None = None
     """Highest bytes of memory that the ranks of a node needed; shared pages count once for each process."""
     mem_shared: int | None = None
-    """The same, but shared pages count once; None if nobody knows how much is shared."""
+    """The same, but shared pages count once; None if it is not known how much is shared."""
     read: int | None = None
     wrote: int | None = None
     """Bytes from and to disks."""

@@ -45,7 +45,7 @@ def attempts_of(folder: RunFolder, state: RunState) -> list[AttemptTimes]:
     """Return the attempts of a run that have started, oldest first.
 
     Args:
-        state: its current state, which shows whether the last one goes on.
+        state: its current state, which shows whether the last one is running.
     """
     return _attempts(folder, _end_of_last(folder, state), states.is_alive(state.state))
 
@@ -126,7 +126,7 @@ def _saves(folder: RunFolder) -> Iterator[tuple[int, int | None, Save]]:
         yield begun, each.attempt, Save(begun, begun + round(1000 * each.stood), milliseconds(each.time))
     for path in layout.complete_checkpoints(folder):
         if layout.checkpoint_step(path) not in known:
-            # nobody knows how long the training stood
+            # it is not known how long the training stood
             time = round(path.stat().st_mtime * 1000)
             yield time, None, Save(time, time, time)
 

@@ -98,7 +98,7 @@ def test_rank_that_allocates_between_two_samples_has_its_peak(folder: RunFolder,
 
 @pytest.mark.parametrize("script", [ALLOCATES, f"subprocess.run([sys.executable, '-c', {ALLOCATES!r}], check=True)"])
 def test_rank_that_has_ended_before_a_sample_has_its_peak(folder: RunFolder, script: str) -> None:
-    # in a process of its own, as a child is said to have what its parent had when it was started
+    # in a separate process: the kernel counts for a child what its parent had when it started it
     code = """
 import os, subprocess, sys
 from pathlib import Path
@@ -130,7 +130,7 @@ node_sampler.note_own_end(RunFolder(Path(sys.argv[1])), 1, "n1", 0)
     run(code, str(folder.path))
     (end,) = only(folder).ends.values()
     assert 100 * MB < end.peak < 200 * MB < end.child < 300 * MB
-    # both at the same time, as nobody knows better
+    # they may have had it at the same time
     assert only(folder).peak == end.peak + end.child
 
 

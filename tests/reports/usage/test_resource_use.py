@@ -103,7 +103,7 @@ def test_memory_is_that_of_the_fullest_node_in_any_attempt() -> None:
     found = used(attempts, ASKED, nodes[1:], [])
     assert (found.mem, found.mem_shared) == (70, 55)
     found = used(attempts, ASKED, [*nodes, node(sample(1, peak=1), name="n3")], [])
-    # nobody knows about the third one
+    # it is not known of the third one
     assert (found.mem, found.mem_shared) == (70, None)
 
 

@@ -131,7 +131,7 @@ def test_attempts_end_as_their_events_say(tmp_path: Path) -> None:
     ]
 
 
-def test_last_attempt_goes_on_while_the_run_lives(tmp_path: Path) -> None:
+def test_last_attempt_continues_while_the_run_lives(tmp_path: Path) -> None:
     folder = write(RunFolder(tmp_path / "run"), [started(1, 0)])
     (found,) = run_times.attempts_of(folder, RunState(run="run", state="RUNNING"))
     assert found.outcome == "running"
