@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -11,6 +11,9 @@ from mgpu_slurm.cli.options import json_flag
 from mgpu_slurm.cli.output import print_json, print_lines, print_note, terminal_size
 from mgpu_slurm.core.errors import UserError
 from mgpu_slurm.core.formatting import counted, human_size, program
+
+if TYPE_CHECKING:
+    from mgpu_slurm.reports.page.facts import Facts
 
 
 @click.command()
@@ -108,6 +111,77 @@ def aggregate(
     if parquet is None and not aggregate_files.has_parquet():
         print(f"          no Parquet: {aggregate_files.NO_PARQUET}")
     print(f"curves    {program()} tensorboard {out}")
+
+
+@click.command()
+@click.argument("words", nargs=-1, metavar="[RUN|GROUP|SWEEP|PATH ...]")
+@click.option(
+    "-o", "out", metavar="FILE", default="report.html", show_default=True, help="The page; - for standard output."
+)
+@click.option("--title", metavar="TEXT", help="[default: the names]")
+@click.option("--metric", metavar="NAME", help="The metric that comes first.  [default: the sweep's]")
+@click.option("--minimize/--maximize", default=None, help="Which values of it are better.  [default: by its name]")
+@click.option(
+    "--svg", "folder", type=click.Path(path_type=Path), metavar="FOLDER", help="Write each chart as a file, too."
+)
+@click.option("--no-points", is_flag=True, help="Leave the points of curves out: a small page without controls.")
+@click.option(
+    "--refresh", type=click.IntRange(1), metavar="SECONDS", help="Write it again and again until all has ended."
+)
+@click.option("--open", "opens", is_flag=True, help="Show it in a browser.")
+@json_flag
+def report(
+    words: tuple[str, ...],
+    out: str,
+    title: str | None,
+    metric: str | None,
+    minimize: bool | None,
+    folder: Path | None,
+    no_points: bool,
+    refresh: int | None,
+    opens: bool,
+    as_json: bool,
+) -> None:
+    """Make a page of runs: one HTML file without network.
+
+    Results, curves, what sweeps have found, what ended each attempt, where the time went, and what was asked for and
+    used. Default: the newest 20 runs, groups and sweeps.
+
+    \b
+      mgpu-slurm report                              # report.html
+      mgpu-slurm report SWEEP -o sweep.html --svg figures
+      mgpu-slurm report GROUP --refresh 30 --open    # a live page
+      mgpu-slurm report GROUP --json                 # its facts, and no page
+    """
+    from mgpu_slurm.reports.page import make_report
+    from mgpu_slurm.reports.page.gather import Wish, gather
+
+    direction = None if minimize is None else "minimize" if minimize else "maximize"
+    wish = Wish(title, metric, direction)
+    if as_json:
+        print_json(gather(words, wish, print_note).to_json())
+        return
+    path = None if out == "-" else Path(out)
+    make_report.check_output(path, folder)
+    if path is None and (refresh or opens):
+        raise UserError("-o -: --refresh and --open need a file: name one")
+    is_shown = False
+
+    def say(facts: Facts, size: int) -> None:
+        nonlocal is_shown
+        if path is None:
+            return
+        if not is_shown:
+            print_lines([f"written   {path}: {counted(len(facts.runs), 'run')}, {human_size(size)}"])
+            print_lines([f"note      {each}" for each in facts.warnings[:5]]) if facts.warnings else None
+            if opens:
+                click.launch(str(path))
+        is_shown = True
+
+    facts = make_report.make(words, wish, path, refresh, not no_points, print_note, say)
+    if folder is not None:
+        names = make_report.write_charts(facts, folder)
+        print_lines([f"charts    {folder}/: {counted(len(names), 'file')}"])
 
 
 @click.command()

@@ -88,7 +88,7 @@ def _event_files(folders: list[Path]) -> dict[Path, list[EventFile]]:
 
 
 def _states(folders: list[RunFolder], note: Note) -> dict[RunFolder, str]:
-    trials = {folder: _state_of_trial(folder) for folder in folders if _is_trial(folder)}
+    trials = {folder: _state_of_trial(folder) for folder in folders if is_trial(folder)}
     # whole groups, so that their history is read once
     groups = dict.fromkeys(folder.group for folder in folders if folder not in trials)
     if not groups:
@@ -96,7 +96,7 @@ def _states(folders: list[RunFolder], note: Note) -> dict[RunFolder, str]:
     return trials | {folder: state.state for folder, state in current_state.current(groups, note)}
 
 
-def _is_trial(folder: RunFolder) -> bool:
+def is_trial(folder: RunFolder) -> bool:
     """Return whether a run is a trial of a sweep, or the run of one with one of several seeds."""
     return TRIALS in folder.run.split("/")
 
@@ -117,19 +117,29 @@ def _state_of_trial(folder: RunFolder) -> str:
 
 
 def _own(source: Source, folder: RunFolder, spec: Spec, files: list[EventFile] | None, on: On) -> History:
-    if folder.task is not None:
-        spec = spec.of_task(folder.task)
-    target, config = _identity(spec)
+    target, config = identity(folder, spec)
     history = History(source.name, source.place, target=target, config=config)
     if files is None:
         _read_metrics(folder.metrics, on, history)
     else:
         _read_events(files, on, history)
-    if _is_trial(folder):
-        history.config |= _config_of_trial(folder)
-    elif spec.config_base is not None and folder.config.exists():
-        history.config |= flattened(configs.read_yaml(folder.config))
     return history
+
+
+def identity(folder: RunFolder, spec: Spec) -> tuple[str, dict[str, Any]]:
+    """Return the target of a run, and its config values by dotted name.
+
+    Args:
+        spec: of its group.
+    """
+    if folder.task is not None:
+        spec = spec.of_task(folder.task)
+    target, config = _identity(spec)
+    if is_trial(folder):
+        config |= _config_of_trial(folder)
+    elif spec.config_base is not None and folder.config.exists():
+        config |= flattened(configs.read_yaml(folder.config))
+    return target, config
 
 
 def _config_of_trial(folder: RunFolder) -> dict[str, Any]:

@@ -50,6 +50,11 @@ def attempts_of(folder: RunFolder, state: RunState) -> list[AttemptTimes]:
     return _attempts(folder, _end_of_last(folder, state), states.is_alive(state.state))
 
 
+def trial_attempts(run: RunFolder) -> list[AttemptTimes]:
+    """Return the attempts of a trial, or of its run with a seed, on workers; an end that nobody recorded is `OPEN`."""
+    return [each for each in _attempts(run, OPEN, is_alive=False) if each.worker is not None]
+
+
 def _end_of_last(folder: RunFolder, state: RunState) -> int:
     """Return the end of a run's last attempt, if no event shows it."""
     if states.is_alive(state.state):

@@ -1,0 +1,132 @@
+"use strict";
+// What all parts of the page share: its data, which runs are visible, and the run that is lit everywhere.
+const report = (() => {
+  const root = document.documentElement;
+  root.classList.add("scripted");
+  const one = (selector, below = document) => below.querySelector(selector);
+  const all = (selector, below = document) => [...below.querySelectorAll(selector)];
+
+  const data = JSON.parse(one("#data").textContent);
+  const runs = data.runs;
+  const decoded = new Map();
+
+  /** Return a column of numbers. */
+  function column(place) {
+    if (!decoded.has(place)) {
+      const text = data.columns[place];
+      const bytes = Uint8Array.from(atob(text.slice(3)), (letter) => letter.charCodeAt(0));
+      const Type = text.startsWith("f8") ? Float64Array : Float32Array;
+      decoded.set(place, new Type(bytes.buffer));
+    }
+    return decoded.get(place);
+  }
+
+  // -- numbers for people, as `markup.number` and `svg.ticks` write them
+
+  function number(value, digits = 4) {
+    if (value === null || value === undefined) return "";
+    if (!Number.isFinite(value)) return String(value);
+    const size = Math.abs(value);
+    if (Number.isInteger(value) && size < 1e6) return String(value);
+    if (size >= 1e6 || size < 1e-3) {
+      const [mantissa, exponent] = value.toExponential(digits - 2).split("e");
+      return `${Number(mantissa)}e${Number(exponent)}`;
+    }
+    return String(size < 10 ** digits ? Number(value.toPrecision(digits)) : Math.round(value));
+  }
+
+  function ticks(low, high, count = 5) {
+    const raw = (high - low) / count;
+    if (!(raw > 0) || !Number.isFinite(raw)) return [low];
+    const magnitude = 10 ** Math.floor(Math.log10(raw));
+    const steps = [1, 2, 2.5, 5, 10].map((mantissa) => mantissa * magnitude);
+    const step = steps.reduce((best, each) => (Math.abs(each - raw) < Math.abs(best - raw) ? each : best));
+    const found = [];
+    for (let place = Math.ceil(low / step - 1e-9); place <= high / step + 1e-9; place++) {
+      found.push(Number((place * step).toPrecision(12)));
+    }
+    return found;
+  }
+
+  function logTicks(low, high) {
+    const first = Math.floor(Math.log10(low));
+    const last = Math.ceil(Math.log10(high));
+    const span = last - first;
+    const factors = span > 3 ? [1] : span > 1 ? [1, 2, 5] : [1, 2, 3, 5, 7];
+    const found = [];
+    for (let power = first; power <= last; power += Math.max(1, Math.floor(span / 5))) {
+      found.push(...factors.map((factor) => factor * 10 ** power));
+    }
+    return found.filter((each) => each >= low * 0.999 && each <= high * 1.001);
+  }
+
+  // -- which runs are visible
+
+  const filters = { checked: () => true, words: () => true, brushed: () => true };
+  const changed = [];
+  let visible = runs.map(() => true);
+
+  /** Replace one of the filters, and draw what depends on it. */
+  function setFilter(name, test) {
+    filters[name] = test;
+    visible = runs.map((run, index) => Object.values(filters).every((each) => each(run, index)));
+    for (const mark of all(".linked [data-r]")) mark.classList.toggle("off", !visible[mark.dataset.r]);
+    changed.forEach((each) => each());
+  }
+
+  // -- the run that is lit
+
+  const lit = [];
+  let current = -1;
+
+  /** Light a run in all charts and in the table; -1 for none. */
+  function light(index) {
+    if (index === current) return;
+    for (const mark of all(`[data-r="${current}"]`)) mark.classList.remove("lit");
+    current = index;
+    if (index >= 0) for (const mark of all(`[data-r="${index}"]`)) mark.classList.add("lit");
+    lit.forEach((each) => each(index));
+  }
+
+  const tip = one("#tip");
+
+  /** Show words next to a place on the screen; nothing hides them. */
+  function say(words, x = 0, y = 0) {
+    tip.hidden = !words;
+    if (!words) return;
+    tip.textContent = words;
+    const box = tip.getBoundingClientRect();
+    tip.style.left = `${Math.max(4, Math.min(innerWidth - box.width - 8, x + 14))}px`;
+    tip.style.top = `${y + 18 + box.height > innerHeight ? y - box.height - 10 : y + 18}px`;
+  }
+
+  // -- controls of the page
+
+  const theme = one("#theme");
+  const isDark = () => (root.dataset.theme ?? (matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light")) === "dark";
+  const nameTheme = () => { theme.textContent = isDark() ? "Light" : "Dark"; };
+  nameTheme();
+  theme.addEventListener("click", () => {
+    root.dataset.theme = isDark() ? "light" : "dark";
+    nameTheme();
+    changed.forEach((each) => each());
+  });
+  one("#print").addEventListener("click", () => print());
+
+  /** Offer a text as a file. */
+  function save(name, text, type) {
+    const link = document.createElement("a");
+    link.href = URL.createObjectURL(new Blob([text], { type }));
+    link.download = name;
+    link.click();
+    setTimeout(() => URL.revokeObjectURL(link.href), 1000);
+  }
+
+  return {
+    one, all, data, runs, column, number, ticks, logTicks, setFilter, light, say, save,
+    isVisible: (index) => visible[index],
+    isLit: (index) => index === current,
+    onChange: (action) => changed.push(action),
+    onLight: (action) => lit.push(action),
+  };
+})();

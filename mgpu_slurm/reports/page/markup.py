@@ -1,0 +1,49 @@
+"""HTML and SVG as text that is escaped once, whatever it contains."""
+
+from __future__ import annotations
+
+import html
+import math
+
+
+class Markup(str):
+    """Text that is markup already."""
+
+    __slots__ = ()
+
+
+def escaped(value: object) -> Markup:
+    """Return a value as markup; text is escaped unless it is markup."""
+    return value if isinstance(value, Markup) else Markup(html.escape(str(value)))
+
+
+def joined(*parts: object) -> Markup:
+    return Markup("".join(map(escaped, parts)))
+
+
+def tag(name: str, *children: object, **attributes: object) -> Markup:
+    """Return an element. Attributes that are None are left out; `cls` is `class`, and `data_r` is `data-r`."""
+    found = "".join(
+        f' {"class" if key == "cls" else key.replace("_", "-")}="{escaped(value)}"'
+        for key, value in attributes.items()
+        if value is not None
+    )
+    return Markup(f"<{name}{found}>{joined(*children)}</{name}>")
+
+
+def number(value: object, digits: int = 4) -> str:
+    """Return a value for people: numbers with so many digits, `1.5e-7` for very small and large ones."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return "" if value is None else str(value)
+    if math.isnan(value) or math.isinf(value):
+        return str(value)
+    if float(value).is_integer() and abs(value) < 10**6:
+        return str(int(value))
+    if not 1e-3 <= abs(value) < 1e6:
+        mantissa, exponent = f"{value:.{digits - 2}e}".split("e")
+        return f"{_without_zeros(mantissa)}e{int(exponent)}"
+    return _without_zeros(f"{value:.{digits}g}") if abs(value) < 10**digits else str(round(value))
+
+
+def _without_zeros(text: str) -> str:
+    return text.rstrip("0").rstrip(".") if "." in text else text

@@ -1,0 +1,366 @@
+"""The page of a report: one HTML file that needs no network, and shows all charts without a script too."""
+
+from __future__ import annotations
+
+import importlib.resources
+from collections import Counter
+from collections.abc import Sequence
+
+from mgpu_slurm.core.formatting import counted, duration
+from mgpu_slurm.reports.page import page_data, run_charts, sweep_charts, tables
+from mgpu_slurm.reports.page.facts import Facts, SweepFacts
+from mgpu_slurm.reports.page.markup import Markup, joined, number, tag
+from mgpu_slurm.reports.page.shown import Shown, arranged, display_name, families
+from mgpu_slurm.reports.usage.advice import Advice
+
+MOST_ROWS = 40
+"""Number of rows of the timeline from which it shows runs that were interrupted or failed only."""
+
+POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data: blob:"
+"""Content security policy of the page: it cannot load or send anything."""
+
+SCRIPTS = ("core.js", "curves.js", "table.js", "sweep.js")
+
+_ICONS = {"memory": "▤", "time": "◔", "cores": "▦", "gpu": "▦", "workers": "⚑", "starting": "◔", "range": "↔"}
+
+
+def page(facts: Facts, refresh: int | None = None, with_points: bool = True) -> str:
+    """Return the whole page.
+
+    Args:
+        refresh: seconds after which a browser loads the file again.
+        with_points: hold the points of curves, for smoothing and zooming.
+    """
+    runs = arranged(facts)
+    most = page_data.points_per_curve(runs)
+    sections = [section for section in _sections(facts, runs) if section is not None]
+    links = [tag("a", name, href=f"#{ident}") for ident, name, _ in sections]
+    body = [part for _, _, part in sections]
+    directions = {name: each.direction for run in facts.runs for name, each in run.metrics.items()}
+    data = page_data.packed(runs if with_points else [], most, directions)
+    held = f"Each curve has at most {most} points; `metrics.jsonl` of a run has all." if with_points else ""
+    head = joined(
+        Markup('<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'),
+        Markup(f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'),
+        Markup(f'<meta http-equiv="refresh" content="{refresh}">' if refresh else ""),
+        Markup('<meta name="color-scheme" content="light dark">'),
+        tag("title", facts.title),
+        tag("style", Markup(_asset("report.css"))),
+    )
+    controls = [
+        tag("button", name, type="button", id=ident, cls="script")
+        for ident, name in (("theme", "Dark"), ("print", "Print"))
+    ]
+    made = joined("Made ", facts.made[:16].replace("T", " "), " by ", tag("code", f"mgpu-slurm {facts.version}"))
+    header = tag(
+        "header",
+        tag(
+            "div", tag("h1", facts.title), tag("p", made, " from ", counted(len(runs), "run"), cls="quiet"), cls="inner"
+        ),
+        tag("nav", tag("div", *links, tag("span", cls="space"), *controls, cls="inner"), aria_label="Sections"),
+    )
+    footer = tag("footer", tag("p", f"This file needs no network. {held}", cls="quiet"), cls="inner")
+    tip = tag("div", id="tip", hidden="hidden")
+    scripts = [tag("script", Markup(_asset(name))) for name in SCRIPTS] if with_points else []
+    stored = tag("script", data, type="application/json", id="data")
+    whole = tag("body", header, tag("main", *body), footer, tip, stored, *scripts)
+    return f"<!doctype html>\n{tag('html', tag('head', head), whole, lang='en')}\n"
+
+
+def _asset(name: str) -> str:
+    folder = importlib.resources.files("mgpu_slurm.reports.page") / "assets"
+    return (folder / name).read_text(encoding="utf-8")
+
+
+def stylesheet() -> str:
+    """Return the styles of charts, for files that have a chart alone."""
+    return _asset("report.css")
+
+
+Section = tuple[str, str, Markup]
+
+
+def _section(ident: str, name: str, *parts: object, title: object = None) -> Section:
+    heading = tag("h2", name if title is None else title, id=f"{ident}-title")
+    return ident, name, tag("section", heading, *parts, id=ident, aria_labelledby=f"{ident}-title")
+
+
+def _sections(facts: Facts, runs: Sequence[Shown]) -> list[Section | None]:
+    return [
+        _overview(facts, runs),
+        _section("table", "Runs", _filter(), tables.runs_table(facts, runs)) if runs else None,
+        _curves(facts, runs),
+        *(_sweep(place, sweep, runs) for place, sweep in enumerate(facts.sweeps)),
+        _attempts(runs),
+        _resources(facts, runs),
+    ]
+
+
+# -- overview
+
+
+def _overview(facts: Facts, runs: Sequence[Shown]) -> Section:
+    cards = tag("div", *(_card(*each) for each in _cards(facts, runs)), cls="cards")
+    return _section("overview", "Overview", cards, tag("h3", "What to look at"), _advice(facts, runs))
+
+
+def _card(name: str, value: str, more: str) -> Markup:
+    return tag(
+        "div", tag("div", name, cls="key"), tag("div", value, cls="value"), tag("div", more, cls="more"), cls="card"
+    )
+
+
+def _cards(facts: Facts, runs: Sequence[Shown]) -> list[tuple[str, str, str]]:
+    found = []
+    best = _best(facts, runs)
+    if best is not None and facts.metric is not None:
+        metric = best.facts.metrics[facts.metric]
+        assumed = f"; {metric.direction[:-1]}ed, as its name suggests" if metric.is_assumed else ""
+        found.append((f"Best {facts.metric}", number(metric.best, 5), f"{best.name}{assumed}"))
+    counts = Counter(run.facts.state for run in runs)
+    words = ", ".join(f"{count} {state.lower().replace('_', ' ')}" for state, count in counts.most_common())
+    found.append(("Runs", str(len(runs)), words))
+    if facts.ledger.total:
+        found.append(
+            (
+                f"{facts.unit.upper() if facts.unit == 'gpu' else 'Core'} time",
+                duration(float(facts.ledger.total)),
+                "of all attempts, as allocated",
+            )
+        )
+        found.append(("Spent on training", f"{facts.ledger.share('training'):.0%}", "the rest is in “Resources”"))
+    return found
+
+
+def _best(facts: Facts, runs: Sequence[Shown]) -> Shown | None:
+    """Return the run with the best value of the main metric."""
+    metric = facts.metric
+    known = [
+        run
+        for run in runs
+        if metric is not None and metric in run.facts.metrics and run.facts.metrics[metric].best is not None
+    ]
+    if not known or metric is None:
+        return None
+    sign = 1 if known[0].facts.metrics[metric].direction == "maximize" else -1
+    return max(known, key=lambda run: sign * float(run.facts.metrics[metric].best or 0))
+
+
+def _advice(facts: Facts, runs: Sequence[Shown]) -> Markup:
+    items = [_failure(run) for run in runs if run.facts.kind != "trial" and run.facts.state not in _WELL]
+    items = items[:MOST_ROWS] + [_advice_item(each) for each in facts.advice]
+    items += [_item("!", words, "", "left-out") for words in facts.warnings[:MOST_ROWS]]
+    if len(facts.warnings) > MOST_ROWS:
+        items.append(
+            _item("!", f"{counted(len(facts.warnings) - MOST_ROWS, 'more warning')}: see --json", "", "left-out")
+        )
+    return (
+        tag("ul", *items, cls="advice")
+        if items
+        else tag("p", "Nothing: no run failed, and none asked for much more than it used.", cls="quiet")
+    )
+
+
+_WELL = ("COMPLETED", "RUNNING", "PENDING", "UNKNOWN", "CANCELLED")
+
+
+def _item(icon: str, words: object, more: object, cls: str) -> Markup:
+    return tag(
+        "li",
+        tag("span", icon, cls="icon", aria_hidden="true"),
+        tag("div", words, tag("div", more, cls="quiet") if more else ""),
+        cls=cls,
+    )
+
+
+def _failure(run: Shown) -> Markup:
+    state = run.facts.state.lower().replace("_", " ")
+    return _item("✕", joined(tag("b", run.name), f": {state}"), run.facts.reason, "failed")
+
+
+def _advice_item(advice: Advice) -> Markup:
+    names = [display_name(run) for run in advice.runs]
+    others = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    flags = joined(" next time ", tag("code", advice.flags)) if advice.flags else Markup()
+    return _item(
+        _ICONS.get(advice.kind, "•"),
+        joined(tag("b", names[0]), others, ":", flags) if advice.flags else joined(tag("b", names[0]), others),
+        advice.why,
+        f"a-{advice.kind}",
+    )
+
+
+# -- runs and curves
+
+
+def _filter() -> Markup:
+    box = tag(
+        "input", id="filter", type="search", placeholder="words  state:failed  lr<0.01  width=32", autocomplete="off"
+    )
+    buttons = [tag("button", name, type="button", id=ident) for ident, name in (("all", "All"), ("csv", "CSV"))]
+    count = tag("span", id="count", role="status", cls="quiet")
+    return tag("div", tag("label", "Filter ", box, cls="grow"), count, *buttons, cls="bar script")
+
+
+def _curves(facts: Facts, runs: Sequence[Shown]) -> Section | None:
+    names = facts.metric_names
+    if not names:
+        return None
+    most = run_charts.spread_points(runs, names)
+    figures = []
+    for place, metric in enumerate(names):
+        having = [run for run in runs if metric in run.facts.series]
+        chart = run_charts.curves(f"curve-{place}", metric, having, most)
+        figures.append(_figure(metric, tag("div", chart.svg(), cls="drawing")))
+    return _section("curves", "Curves", _curve_controls(facts), _legend(runs), tag("div", *figures, cls="grid pairs"))
+
+
+def _figure(caption: object, *parts: object) -> Markup:
+    return tag("figure", tag("figcaption", caption), *parts)
+
+
+def _curve_controls(facts: Facts) -> Markup:
+    smooth = tag("input", id="smooth", type="range", min=0, max=0.99, step=0.01, value=0)
+    return tag(
+        "div",
+        tag("label", "Smoothing ", smooth, tag("output", "0", id="smooth-value")),
+        _select("axis", "Over", [("progress", "progress"), ("step", "step"), ("minutes", "minutes at work")]),
+        _select("color", "Colour by", [("", "group"), *((key, key) for key in facts.differing_keys)]),
+        _select("band", "Band", [("std", "mean and std of seeds"), ("range", "range of seeds"), ("none", "none")]),
+        tag("label", tag("input", id="log", type="checkbox"), " log scale"),
+        cls="bar script",
+    )
+
+
+def _select(ident: str, name: str, options: Sequence[tuple[str, str]]) -> Markup:
+    choices = [tag("option", words, value=value) for value, words in options]
+    return tag("label", f"{name} ", tag("select", *choices, id=ident))
+
+
+def _legend(runs: Sequence[Shown]) -> Markup:
+    items = [
+        tag("li", tag("span", cls=f"swatch {family[0].color_class}", aria_hidden="true"), display_name(name), " ",
+            tag("span", counted(len(family), "trial" if family[0].facts.kind == "trial" else "run"), cls="quiet"))
+        for name, family in list(families(runs).items())[:MOST_ROWS]
+    ]  # fmt: skip
+    return tag("ul", *items, cls="legend", id="legend")
+
+
+# -- sweeps
+
+
+def _sweep(place: int, sweep: SweepFacts, runs: Sequence[Shown]) -> Section:
+    study, ident = sweep.study, f"sweep-{place}"
+    own = _runs_by_trial(sweep, runs)
+    parts: list[object] = [_sweep_words(sweep), _marks()]
+    pairs = [
+        _figure("Trials in their order", sweep_charts.history(study, f"{ident}-history", own)),
+        _figure("Importance of the parameters", sweep_charts.importance(study, f"{ident}-importance")),
+    ]
+    if len(study.metrics) > 1:
+        pairs.append(_figure("Pareto front", sweep_charts.front(study, f"{ident}-front", own)))
+    parts.append(tag("div", *pairs, cls="grid pairs"))
+    confirmation = sweep_charts.confirmation(study)
+    if confirmation:
+        parts.append(_figure("Confirmation", confirmation))
+    if study.parameters and sweep_charts.with_value(study):
+        hint = tag("span", " drag along an axis to choose trials, press Escape to choose all", cls="quiet script")
+        drawing = tables.scrolling("Parallel coordinates", sweep_charts.parallel(study, f"{ident}-parallel", own))
+        parts.append(_figure(joined("All parameters at once", hint), drawing))
+        parts.append(_figure("One parameter at a time", sweep_charts.slices(study, f"{ident}-slice", own)))
+    if study.rungs:
+        parts.append(_figure("Rungs", sweep_charts.rungs(study)))
+    if any(worker.pieces for worker in sweep.workers):
+        chart, share = sweep_charts.workers(sweep, f"{ident}-workers", own)
+        parts.append(
+            _figure(f"Workers: {share:.0%} of their time with a trial", tables.scrolling("Timeline of workers", chart))
+        )
+    name = display_name(sweep.run)
+    ident_, _, markup = _section(ident, name, *parts, title=joined("Sweep ", tag("code", name)))
+    return ident_, name, markup
+
+
+def _runs_by_trial(sweep: SweepFacts, runs: Sequence[Shown]) -> dict[int, int]:
+    """Return the number on the page of the first run of each trial."""
+    found: dict[int, int] = {}
+    prefix = f"{sweep.run}/trials/"
+    for run in runs:
+        if run.facts.run.startswith(prefix):
+            found.setdefault(int(run.facts.run[len(prefix) :].partition("/")[0]), run.index)
+    return found
+
+
+def _sweep_words(sweep: SweepFacts) -> Markup:
+    study = sweep.study
+    counts = Counter(trial.row.state for trial in study.trials)
+    states = ", ".join(f"{count} {_TRIAL_WORDS.get(state, state.lower())}" for state, count in counts.most_common())
+    words: list[object] = [f"{counted(len(study.trials), 'trial')} by {study.sampler}"]
+    words.append("" if study.pruner == "none" else f", pruned by {study.pruner}")
+    words.append(f": {states}." if states else ".")
+    best = next((trial.row for trial in study.trials if trial.row.number == study.best), None)
+    if best is not None:
+        params = [tag("code", f"{name}={number(value)}") for name, value in best.params.items()]
+        words += [f" Best: trial {best.number}, {study.metric} ", tag("b", number(best.value, 5)), " with "]
+        words += [part for each in params for part in (each, " ")]
+    if study.seeds:
+        words.append(
+            f" Each trial was trained with seeds {study.seeds[0]} to {study.seeds[-1]}; its value is their mean."
+        )
+    copies = sum(trial.copy_of is not None for trial in study.trials)
+    words.append(f" {counted(copies, 'trial')} of them began as copies of better ones." if copies else "")
+    return tag("p", *words, cls="lead")
+
+
+_TRIAL_WORDS = {"COMPLETE": "complete", "PRUNED": "pruned", "FAIL": "failed", "PAUSED": "paused", "WAITING": "waiting"}
+
+
+def _marks() -> Markup:
+    shapes = (
+        ("●", "complete", "COMPLETE"),
+        ("▲", "pruned", "PRUNED"),
+        ("■", "paused", "PAUSED"),
+        ("✕", "failed", "FAIL"),
+    )
+    items = [
+        tag("li", tag("span", sign, cls=f"sign s-{state}", aria_hidden="true"), words) for sign, words, state in shapes
+    ]
+    return tag("ul", *items, cls="legend")
+
+
+# -- attempts and resources
+
+
+def _attempts(runs: Sequence[Shown]) -> Section | None:
+    own = [run for run in runs if run.facts.kind == "run" and run.facts.attempts]
+    if not own:
+        return None
+    shown = own if len(own) <= MOST_ROWS else [run for run in own if tables.was_interrupted(run.facts)]
+    left_out = len(own) - len(shown)
+    note = f"{counted(left_out, 'run')} that completed in one attempt are not shown." if left_out else ""
+    chart = tables.scrolling("Timeline of attempts", run_charts.attempts(shown[:MOST_ROWS]).svg()) if shown else ""
+    return _section(
+        "attempts", "Attempts", _figure("Attempts over time", chart, tag("p", note, cls="quiet") if note else ""),
+        tables.attempts_table(own),
+    )  # fmt: skip
+
+
+def _resources(facts: Facts, runs: Sequence[Shown]) -> Section | None:
+    if not facts.ledger.total:
+        return None
+    sampled = [run for run in runs if run.facts.usage][:8]
+    figures = []
+    for run in sampled:
+        asked = run.facts.asked
+        cores = None if asked is None or asked.cpus_per_task is None else asked.cpus_per_task * asked.ranks_per_node
+        chart = run_charts.usage(f"usage-{run.index}", run.name, run.facts.usage, cores)
+        if chart is not None:
+            words = tag("span", " cores busy (line), asked for (dotted), memory (dashed)", cls="quiet")
+            figures.append(_figure(joined(run.name, words), chart.svg()))
+    table = tables.resources_table(runs)
+    return _section(
+        "resources",
+        "Resources",
+        _figure("Where the time went", run_charts.ledger(facts.ledger, facts.unit)),
+        joined(tag("h3", "Asked for and used"), table) if table else "",
+        tag("div", *figures, cls="grid pairs gap") if figures else "",
+    )
