@@ -13,7 +13,7 @@ from mgpu_slurm.core.errors import UserError
 from mgpu_slurm.core.formatting import counted, human_size, program
 
 if TYPE_CHECKING:
-    from mgpu_slurm.reports.page.facts import Facts
+    from mgpu_slurm.reports.facts.report_facts import Facts
 
 
 @click.command()
@@ -153,8 +153,8 @@ def report(
       mgpu-slurm report GROUP --refresh 30 --open    # a live page
       mgpu-slurm report GROUP --json                 # its facts, and no page
     """
+    from mgpu_slurm.reports.facts.gather import Wish, gather
     from mgpu_slurm.reports.page import make_report
-    from mgpu_slurm.reports.page.gather import Wish, gather
 
     direction = None if minimize is None else "minimize" if minimize else "maximize"
     wish = Wish(title, metric, direction)

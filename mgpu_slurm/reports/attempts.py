@@ -117,7 +117,9 @@ def _told(attempt: int, between: Sequence[Event]) -> tuple[str, str]:
     said = first_line(ended.message or "")
     for event in between:
         if event.event == "resumed":
-            return ": ".join(filter(None, [event.state, event.reason])), "resumed"
+            # that a cancelled run was cancelled says less than at which step it stopped
+            reason = event.reason if event.reason.upper() != event.state else said
+            return ": ".join(filter(None, [event.state, reason])), "resumed"
         if event.event == "retried":
             return event.why, "restarted"
         if event.event == "requeued":

@@ -1,1 +1,1 @@
-"""Make a report: gather the facts of runs and sweeps, and draw them as one HTML page."""
+"""Draw the facts of a report as one HTML page."""

@@ -12,8 +12,8 @@ from pathlib import Path
 from mgpu_slurm.core.errors import UserError
 from mgpu_slurm.core.files import write_whole
 from mgpu_slurm.core.retry import Note, quiet
-from mgpu_slurm.reports.page.facts import Facts
-from mgpu_slurm.reports.page.gather import Wish, gather
+from mgpu_slurm.reports.facts.gather import Wish, gather
+from mgpu_slurm.reports.facts.report_facts import Facts
 from mgpu_slurm.reports.page.page import page, stylesheet
 from mgpu_slurm.run_folder import states
 

@@ -47,3 +47,23 @@ def number(value: object, digits: int = 4) -> str:
 
 def _without_zeros(text: str) -> str:
     return text.rstrip("0").rstrip(".") if "." in text else text
+
+
+# -- parts of a page
+
+Section = tuple[str, str, Markup]
+"""Its id on the page, its name in the navigation, and its content."""
+
+
+def section(ident: str, name: str, *parts: object, title: object = None) -> Section:
+    heading = tag("h2", name if title is None else title, id=f"{ident}-title")
+    return ident, name, tag("section", heading, *parts, id=ident, aria_labelledby=f"{ident}-title")
+
+
+def figure(caption: object, *parts: object) -> Markup:
+    return tag("figure", tag("figcaption", tag("span", caption)), *parts)
+
+
+def scrolling(name: str, *children: object, cls: str = "") -> Markup:
+    """Return a part that scrolls sideways on a narrow screen, with the keyboard too."""
+    return tag("div", *children, cls=f"scroll {cls}".strip(), tabindex="0", role="region", aria_label=name)

@@ -7,10 +7,11 @@ from collections import Counter
 from collections.abc import Sequence
 
 from mgpu_slurm.core.formatting import counted, duration
-from mgpu_slurm.reports.page import page_data, run_charts, sweep_charts, tables
-from mgpu_slurm.reports.page.facts import Facts, SweepFacts
-from mgpu_slurm.reports.page.markup import Markup, joined, number, tag
+from mgpu_slurm.reports.facts.report_facts import Facts
+from mgpu_slurm.reports.page import page_data, run_charts, tables
+from mgpu_slurm.reports.page.markup import Markup, Section, figure, joined, number, scrolling, section, tag
 from mgpu_slurm.reports.page.shown import Shown, arranged, display_name, families
+from mgpu_slurm.reports.page.sweep_section import sweep_section
 from mgpu_slurm.reports.usage.advice import Advice
 
 MOST_ROWS = 40
@@ -77,20 +78,12 @@ def stylesheet() -> str:
     return _asset("report.css")
 
 
-Section = tuple[str, str, Markup]
-
-
-def _section(ident: str, name: str, *parts: object, title: object = None) -> Section:
-    heading = tag("h2", name if title is None else title, id=f"{ident}-title")
-    return ident, name, tag("section", heading, *parts, id=ident, aria_labelledby=f"{ident}-title")
-
-
 def _sections(facts: Facts, runs: Sequence[Shown]) -> list[Section | None]:
     return [
         _overview(facts, runs),
-        _section("table", "Runs", _filter(), tables.runs_table(facts, runs)) if runs else None,
+        section("table", "Runs", _filter(), tables.runs_table(facts, runs)) if runs else None,
         _curves(facts, runs),
-        *(_sweep(place, sweep, runs) for place, sweep in enumerate(facts.sweeps)),
+        *(sweep_section(place, sweep, runs) for place, sweep in enumerate(facts.sweeps)),
         _attempts(runs),
         _resources(facts, runs),
     ]
@@ -101,7 +94,7 @@ def _sections(facts: Facts, runs: Sequence[Shown]) -> list[Section | None]:
 
 def _overview(facts: Facts, runs: Sequence[Shown]) -> Section:
     cards = tag("div", *(_card(*each) for each in _cards(facts, runs)), cls="cards")
-    return _section("overview", "Overview", cards, tag("h3", "What to look at"), _advice(facts, runs))
+    return section("overview", "Overview", cards, tag("h3", "What to look at"), _advice(facts, runs))
 
 
 def _card(name: str, value: str, more: str) -> Markup:
@@ -211,12 +204,8 @@ def _curves(facts: Facts, runs: Sequence[Shown]) -> Section | None:
     for place, metric in enumerate(names):
         having = [run for run in runs if metric in run.facts.series]
         chart = run_charts.curves(f"curve-{place}", metric, having, most)
-        figures.append(_figure(metric, tag("div", chart.svg(), cls="drawing")))
-    return _section("curves", "Curves", _curve_controls(facts), _legend(runs), tag("div", *figures, cls="grid pairs"))
-
-
-def _figure(caption: object, *parts: object) -> Markup:
-    return tag("figure", tag("figcaption", caption), *parts)
+        figures.append(figure(metric, tag("div", chart.svg(), cls="drawing")))
+    return section("curves", "Curves", _curve_controls(facts), _legend(runs), tag("div", *figures, cls="grid pairs"))
 
 
 def _curve_controls(facts: Facts) -> Markup:
@@ -246,87 +235,6 @@ def _legend(runs: Sequence[Shown]) -> Markup:
     return tag("ul", *items, cls="legend", id="legend")
 
 
-# -- sweeps
-
-
-def _sweep(place: int, sweep: SweepFacts, runs: Sequence[Shown]) -> Section:
-    study, ident = sweep.study, f"sweep-{place}"
-    own = _runs_by_trial(sweep, runs)
-    parts: list[object] = [_sweep_words(sweep), _marks()]
-    pairs = [
-        _figure("Trials in their order", sweep_charts.history(study, f"{ident}-history", own)),
-        _figure("Importance of the parameters", sweep_charts.importance(study, f"{ident}-importance")),
-    ]
-    if len(study.metrics) > 1:
-        pairs.append(_figure("Pareto front", sweep_charts.front(study, f"{ident}-front", own)))
-    parts.append(tag("div", *pairs, cls="grid pairs"))
-    confirmation = sweep_charts.confirmation(study)
-    if confirmation:
-        parts.append(_figure("Confirmation", confirmation))
-    if study.parameters and sweep_charts.with_value(study):
-        hint = tag("span", " drag along an axis to choose trials, press Escape to choose all", cls="quiet script")
-        drawing = tables.scrolling("Parallel coordinates", sweep_charts.parallel(study, f"{ident}-parallel", own))
-        parts.append(_figure(joined("All parameters at once", hint), drawing))
-        parts.append(_figure("One parameter at a time", sweep_charts.slices(study, f"{ident}-slice", own)))
-    if study.rungs:
-        parts.append(_figure("Rungs", sweep_charts.rungs(study)))
-    if any(worker.pieces for worker in sweep.workers):
-        chart, share = sweep_charts.workers(sweep, f"{ident}-workers", own)
-        parts.append(
-            _figure(f"Workers: {share:.0%} of their time with a trial", tables.scrolling("Timeline of workers", chart))
-        )
-    name = display_name(sweep.run)
-    ident_, _, markup = _section(ident, name, *parts, title=joined("Sweep ", tag("code", name)))
-    return ident_, name, markup
-
-
-def _runs_by_trial(sweep: SweepFacts, runs: Sequence[Shown]) -> dict[int, int]:
-    """Return the number on the page of the first run of each trial."""
-    found: dict[int, int] = {}
-    prefix = f"{sweep.run}/trials/"
-    for run in runs:
-        if run.facts.run.startswith(prefix):
-            found.setdefault(int(run.facts.run[len(prefix) :].partition("/")[0]), run.index)
-    return found
-
-
-def _sweep_words(sweep: SweepFacts) -> Markup:
-    study = sweep.study
-    counts = Counter(trial.row.state for trial in study.trials)
-    states = ", ".join(f"{count} {_TRIAL_WORDS.get(state, state.lower())}" for state, count in counts.most_common())
-    words: list[object] = [f"{counted(len(study.trials), 'trial')} by {study.sampler}"]
-    words.append("" if study.pruner == "none" else f", pruned by {study.pruner}")
-    words.append(f": {states}." if states else ".")
-    best = next((trial.row for trial in study.trials if trial.row.number == study.best), None)
-    if best is not None:
-        params = [tag("code", f"{name}={number(value)}") for name, value in best.params.items()]
-        words += [f" Best: trial {best.number}, {study.metric} ", tag("b", number(best.value, 5)), " with "]
-        words += [part for each in params for part in (each, " ")]
-    if study.seeds:
-        words.append(
-            f" Each trial was trained with seeds {study.seeds[0]} to {study.seeds[-1]}; its value is their mean."
-        )
-    copies = sum(trial.copy_of is not None for trial in study.trials)
-    words.append(f" {counted(copies, 'trial')} of them began as copies of better ones." if copies else "")
-    return tag("p", *words, cls="lead")
-
-
-_TRIAL_WORDS = {"COMPLETE": "complete", "PRUNED": "pruned", "FAIL": "failed", "PAUSED": "paused", "WAITING": "waiting"}
-
-
-def _marks() -> Markup:
-    shapes = (
-        ("●", "complete", "COMPLETE"),
-        ("▲", "pruned", "PRUNED"),
-        ("■", "paused", "PAUSED"),
-        ("✕", "failed", "FAIL"),
-    )
-    items = [
-        tag("li", tag("span", sign, cls=f"sign s-{state}", aria_hidden="true"), words) for sign, words, state in shapes
-    ]
-    return tag("ul", *items, cls="legend")
-
-
 # -- attempts and resources
 
 
@@ -337,9 +245,9 @@ def _attempts(runs: Sequence[Shown]) -> Section | None:
     shown = own if len(own) <= MOST_ROWS else [run for run in own if tables.was_interrupted(run.facts)]
     left_out = len(own) - len(shown)
     note = f"{counted(left_out, 'run')} that completed in one attempt are not shown." if left_out else ""
-    chart = tables.scrolling("Timeline of attempts", run_charts.attempts(shown[:MOST_ROWS]).svg()) if shown else ""
-    return _section(
-        "attempts", "Attempts", _figure("Attempts over time", chart, tag("p", note, cls="quiet") if note else ""),
+    chart = scrolling("Timeline of attempts", run_charts.attempts(shown[:MOST_ROWS]).svg()) if shown else ""
+    return section(
+        "attempts", "Attempts", figure("Attempts over time", chart, tag("p", note, cls="quiet") if note else ""),
         tables.attempts_table(own),
     )  # fmt: skip
 
@@ -355,12 +263,13 @@ def _resources(facts: Facts, runs: Sequence[Shown]) -> Section | None:
         chart = run_charts.usage(f"usage-{run.index}", run.name, run.facts.usage, cores)
         if chart is not None:
             words = tag("span", " cores busy (line), asked for (dotted), memory (dashed)", cls="quiet")
-            figures.append(_figure(joined(run.name, words), chart.svg()))
+            figures.append(figure(joined(run.name, words), chart.svg()))
     table = tables.resources_table(runs)
-    return _section(
+    unit = "GPU" if facts.unit == "gpu" else "core"
+    return section(
         "resources",
         "Resources",
-        _figure("Where the time went", run_charts.ledger(facts.ledger, facts.unit)),
+        figure(f"Where the allocated {unit} time went", run_charts.ledger(facts.ledger)),
         joined(tag("h3", "Asked for and used"), table) if table else "",
         tag("div", *figures, cls="grid pairs gap") if figures else "",
     )

@@ -12,8 +12,8 @@ import numpy as np
 
 from mgpu_slurm.metrics.event_layout import Floats
 from mgpu_slurm.reports.aggregation.decimation import decimated
+from mgpu_slurm.reports.facts.series import AXES, Series
 from mgpu_slurm.reports.page.markup import Markup
-from mgpu_slurm.reports.page.series import AXES, Series
 from mgpu_slurm.reports.page.shown import Shown
 
 MOST_POINTS = 1000

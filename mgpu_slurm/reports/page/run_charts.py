@@ -12,8 +12,8 @@ import numpy as np
 from mgpu_slurm.core.formatting import binary_size, counted, duration
 from mgpu_slurm.metrics.event_layout import Floats
 from mgpu_slurm.reports.aggregation.decimation import decimated
+from mgpu_slurm.reports.facts.series import Series
 from mgpu_slurm.reports.page.markup import Markup, number, tag
-from mgpu_slurm.reports.page.series import Series
 from mgpu_slurm.reports.page.shown import Shown, families
 from mgpu_slurm.reports.page.svg import Chart, Scale, finite_range, path, ticks, whole_ticks
 from mgpu_slurm.reports.usage.ledger import PARTS, Ledger
@@ -23,6 +23,8 @@ STATIC_POINTS = 160
 """Maximum number of points of a curve that is drawn without a script."""
 ALL_STATIC_POINTS = 120_000
 """The same for all curves of a page together."""
+
+MIB, GIB = 1 << 20, 1 << 30
 
 LOG_FROM = 50
 """Ratio of the highest to the lowest value from which a metric that is minimized gets a logarithmic axis."""
@@ -210,7 +212,7 @@ def _bars(run: Shown) -> list[Bar]:
 # -- where the time went
 
 
-def ledger(total: Ledger, unit: str) -> Markup:
+def ledger(total: Ledger) -> Markup:
     """Return a bar of the parts of the allocated time, and what they are."""
     parts = {name: (float(getattr(total, name)), total.share(name)) for name in PART_WORDS}  # type: ignore[arg-type]
     shown = {name: each for name, each in parts.items() if each[0] > 0}
@@ -232,7 +234,7 @@ def ledger(total: Ledger, unit: str) -> Markup:
         at += 940 * share
     items = [
         tag("li", tag("span", cls=f"swatch part-{name}", aria_hidden="true"), f"{PART_WORDS[name]} ",
-            tag("b", f"{share:.0%}"), " ", tag("span", f"{duration(seconds)} x {unit}s", cls="quiet"))
+            tag("b", "<1%" if share < 0.005 else f"{share:.0%}"), " ", tag("span", duration(seconds), cls="quiet"))
         for name, (seconds, share) in shown.items()
     ]  # fmt: skip
     return tag("div", chart.svg(), tag("ul", *items, cls="legend"))
@@ -249,15 +251,16 @@ def usage(ident: str, name: str, nodes: Sequence[NodeUsage], cores: int | None) 
         cores: what it asked for, per node.
     """
     fullest = max(nodes, key=lambda node: node.peak, default=None)
-    if fullest is None or len(fullest.samples) < 3:
+    # the last one is of a node whose ranks have ended
+    samples = [] if fullest is None else [each for each in fullest.samples if each.ranks]
+    if fullest is None or len(samples) < 3:
         return None
-    times = [seconds_of(each.time) for each in fullest.samples]
+    times = [seconds_of(each.time) for each in samples]
     minutes = np.asarray([time - times[0] for time in times]) / 60
     rates = [
-        later.cpu / max(1e-3, end - begin)
-        for later, (begin, end) in zip(fullest.samples[1:], pairwise(times), strict=True)
+        later.cpu / max(1e-3, end - begin) for later, (begin, end) in zip(samples[1:], pairwise(times), strict=True)
     ]
-    busy, memory = np.asarray([np.nan, *rates]), np.asarray([float(each.rss) for each in fullest.samples])
+    busy, memory = np.asarray([np.nan, *rates]), np.asarray([float(each.rss) for each in samples])
     chart = Chart(
         ident,
         f"Usage of {name}",
@@ -270,8 +273,10 @@ def usage(ident: str, name: str, nodes: Sequence[NodeUsage], cores: int | None) 
     of_memory = Scale(0.0, float(memory.max()) * 1.1 or 1.0, chart.y0, chart.y1)
     chart.y_axis(y)
     chart.x_axis(x, "minutes since the start of the attempt")
-    for value in ticks(0.0, of_memory.high, 4):
-        chart.add(tag("text", binary_size(int(value)), cls="right", x=chart.x1 + 6, y=round(of_memory(value), 1) + 4))
+    unit = GIB if of_memory.high > GIB else MIB
+    for value in ticks(0.0, of_memory.high / unit, 4):
+        height = round(of_memory(value * unit), 1) + 4
+        chart.add(tag("text", binary_size(int(value * unit)), x=chart.x1 + 6, y=height))
     if cores:
         chart.add(tag("path", cls="asked", d=f"M{chart.x0} {round(y(cores), 1)}H{chart.x1}"))
     for cls, scale, values in (("busy", y, busy), ("memory", of_memory, memory)):

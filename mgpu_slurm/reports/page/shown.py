@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from mgpu_slurm.reports.page.facts import Facts, RunFacts
-from mgpu_slurm.reports.page.gather import short_name
+from mgpu_slurm.reports.facts.gather import short_name
+from mgpu_slurm.reports.facts.report_facts import Facts, RunFacts
 from mgpu_slurm.reports.page.markup import Markup, joined, tag
 from mgpu_slurm.reports.page.svg import COLORS
 

@@ -1,25 +1,26 @@
-"""Charts of a sweep: its trials in their order, what parameters do, rungs, workers, front and confirmation."""
+"""Charts of a sweep: its trials in their order, rungs, the front, the confirmation and the workers."""
 
 from __future__ import annotations
 
-import json
-import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from mgpu_slurm.core.formatting import counted, duration
-from mgpu_slurm.reports.page.facts import SweepFacts
-from mgpu_slurm.reports.page.markup import Markup, joined, number, tag
+from mgpu_slurm.reports.facts.report_facts import SweepFacts
+from mgpu_slurm.reports.page.markup import Markup, joined, number, scrolling, tag
 from mgpu_slurm.reports.page.run_charts import Bar, timeline
 from mgpu_slurm.reports.page.svg import Chart, Scale, finite_range, path, whole_ticks
 
 if TYPE_CHECKING:
-    from mgpu_slurm.sweeps.analysis.study_facts import SearchedParameter, StudyFacts, TrialFacts
+    from mgpu_slurm.sweeps.analysis.study_facts import StudyFacts, TrialFacts
 
 CLIPPED_FROM = 3.0
-"""How many times as far as the complete trials spread, all values have to reach for the axis to be cut."""
+"""How many times as far as the complete trials spread, values have to lie beyond these for the axis to be cut."""
+
+FEW = 0.1
+"""Part of the values that an end of the axis may leave out."""
 
 Runs = Mapping[int, int]
 """The number on the page of a trial's run, by the trial's number."""
@@ -44,7 +45,9 @@ class Values:
         low, high = finite_range([everything])
         if len(whole) > 1 and (spread := float(whole.max() - whole.min())) > 0:
             room = CLIPPED_FROM * spread
-            low, high = max(low, float(whole.min()) - room), min(high, float(whole.max()) + room)
+            few_below, few_above = np.quantile(everything, [FEW, 1 - FEW])
+            low = max(low, min(float(few_below), float(whole.min()) - room))
+            high = min(high, max(float(few_above), float(whole.max()) + room))
         self.scale = Scale.over([np.asarray([low, high])], start, stop)
         self._ends = (low, high)
         self.cut = int(((everything < low) | (everything > high)).sum())
@@ -129,142 +132,6 @@ def history(study: StudyFacts, ident: str, runs: Runs) -> Markup:
     return joined(chart.svg(), values.note)
 
 
-def importance(study: StudyFacts, ident: str) -> Markup:
-    """Return the importance of each parameter with its 95% interval, or why there is none."""
-    found = study.importance
-    if found is None:
-        return tag("p", f"{study.no_importance[:1].upper()}{study.no_importance[1:]}.", cls="quiet")
-    words = "; ".join(f"{each.name} {each.share:.0%} ({each.low:.0%} to {each.high:.0%})" for each in found.parameters)
-    longest = max((len(each.name) for each in found.parameters), default=0)
-    left = min(200, 16 + 7 * longest)
-    chart = Chart(
-        ident, "Importance of the parameters", words, height=44 + 34 * len(found.parameters), left=left, right=24
-    )
-    x = Scale(0.0, 1.0, chart.x0, chart.x1)
-    for place, each in enumerate(found.parameters):
-        top = chart.y1 + 2 + 34 * place
-        low, high = round(x(each.low), 1), round(x(each.high), 1)
-        chart.add(
-            tag("text", each.name, cls="row", x=chart.x0 - 8, y=top + 14, text_anchor="end"),
-            tag("rect", cls="share", x=chart.x0, y=top, width=round(x(each.share) - chart.x0, 1), height=18, rx=2),
-            tag("path", cls="interval", d=f"M{low} {top + 9}H{high}M{low} {top + 5}v8M{high} {top + 5}v8"),
-        )
-    chart.x_axis(x, "share", [0.0, 0.25, 0.5, 0.75, 1.0], lambda value: f"{value:.0%}")
-    trials_there = f"{counted(found.trials, 'trial')} at {found.at}"
-    note = f"By the values of {trials_there}; lines are 95% intervals over resampled trials."
-    return joined(chart.svg(), tag("p", note, cls="quiet"))
-
-
-# -- parameters as axes
-
-
-def position(parameter: SearchedParameter, value: object) -> float | None:
-    """Return the place of a value on its own axis, from 0 to 1; None if it is not on it."""
-    if parameter.is_choice:
-        kept = json.dumps(value) if isinstance(value, (list, dict)) else value
-        return (list(parameter.ends).index(kept) + 0.5) / len(parameter.ends) if kept in parameter.ends else None
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        return None
-    low, high = (float(end) for end in parameter.ends)
-    if parameter.is_log:
-        return math.log(value / low) / math.log(high / low) if value > 0 else None
-    return (value - low) / (high - low)
-
-
-def axis_ticks(parameter: SearchedParameter, count: int = 4) -> list[Any]:
-    """Return values to write at the axis of a parameter."""
-    if parameter.is_choice:
-        return list(parameter.ends)
-    found = Scale(float(parameter.ends[0]), float(parameter.ends[1]), 0, 1, parameter.is_log).ticks(count)
-    return [each for each in found if not parameter.is_whole or each.is_integer()]
-
-
-def parallel(study: StudyFacts, ident: str, runs: Runs) -> Markup:
-    """Return parallel coordinates: a line for each trial over all parameters and the metric; better ones are darker."""
-    trials = with_value(study)
-    names = ", ".join(each.name for each in study.parameters)
-    chart = Chart(
-        ident,
-        "Parallel coordinates",
-        f"A line for each of {counted(len(trials), 'trial')} over {names} and {study.metric}; darker lines are better.",
-        width=940,
-        height=340,
-        left=64,
-        right=76,
-        top=36,
-        bottom=20,
-        cls="parallel linked wide",
-    )
-    values = Values(study, chart.y0, chart.y1)
-    places = np.linspace(chart.x0, chart.x1, len(study.parameters) + 1).tolist()
-    order = sorted(trials, key=lambda each: float(each.row.value or 0), reverse=study.direction == "minimize")
-    for rank, trial in enumerate(order):
-        heights = [
-            position(each, trial.row.params[each.name]) if each.name in trial.row.params else None
-            for each in study.parameters
-        ]
-        points = [
-            (x, chart.y0 + (chart.y1 - chart.y0) * at) for x, at in zip(places, heights, strict=False) if at is not None
-        ]
-        points.append((places[-1], values(float(trial.row.value or 0))))
-        shade = f"--shade:{rank / max(1, len(order) - 1):.2f}"
-        xs, ys = (np.asarray(each) for each in zip(*points, strict=True))
-        title = tag("title", trial_words(study, trial))
-        run = runs.get(trial.row.number)
-        chart.add(tag("path", title, cls=f"line s-{trial.row.state}", d=path(xs, ys), style=shade, data_r=run))
-    for x, parameter in zip(places, study.parameters, strict=False):
-        at = [
-            (chart.y0 + (chart.y1 - chart.y0) * (position(parameter, value) or 0), number(value))
-            for value in axis_ticks(parameter)
-        ]
-        chart.add(_upright(chart, x, parameter.name + (" (log)" if parameter.is_log else ""), at))
-    at = [(values.scale(value), number(value)) for value in values.scale.ticks(4)]
-    chart.add(_upright(chart, places[-1], study.metric, at, is_last=True))
-    return joined(chart.svg(), values.note)
-
-
-def _upright(chart: Chart, x: float, name: str, at: Sequence[tuple[float, str]], is_last: bool = False) -> Markup:
-    x = round(x, 1)
-    side, anchor = (6, "start") if is_last else (-6, "end")
-    words = [tag("text", text, x=x + side, y=round(y, 1) + 4, text_anchor=anchor) for y, text in at]
-    line = tag("path", cls="base", d=f"M{x} {chart.y0}V{chart.y1}")
-    return tag(
-        "g", line, tag("text", name, cls="label", x=x, y=18, text_anchor="middle"), *words, cls="axis upright", data_x=x
-    )
-
-
-def slices(study: StudyFacts, ident: str, runs: Runs) -> Markup:
-    """Return a chart for each parameter: its values across, and those of the metric upwards."""
-    trials = with_value(study)
-    figures = []
-    for place, parameter in enumerate(study.parameters):
-        chart = Chart(
-            f"{ident}-{place}",
-            f"{study.metric} by {parameter.name}",
-            f"A mark for each trial: {parameter.name} across, {study.metric} upwards.",
-            width=320,
-            height=230,
-            cls="linked",
-        )
-        values = Values(study, chart.y0, chart.y1)
-        across = Scale(0.0, 1.0, chart.x0 + 6, chart.x1 - 6)
-        chart.y_axis(values.scale, values.scale.ticks(4))
-        words = {position(parameter, each) or 0.0: number(each) for each in axis_ticks(parameter)}
-        label = parameter.name + (" (log)" if parameter.is_log else "")
-        chart.x_axis(across, label, list(words), lambda at, words=words: words[at])  # type: ignore[misc]
-        for trial in trials:
-            at = position(parameter, trial.row.params.get(parameter.name))
-            if at is not None:
-                value = number(trial.row.params[parameter.name])
-                text = f"{trial_words(study, trial)}, {parameter.name} {value}"
-                chart.add(mark(trial, across(at), values(float(trial.row.value or 0)), text, runs))
-        figures.append(tag("div", chart.svg()))
-    return tag("div", *figures, cls="grid slices")
-
-
-# -- rungs, front, workers
-
-
 def rungs(study: StudyFacts) -> Markup:
     """Return how many trials of each bracket came to each rung, with the best value there."""
     if not study.rungs:
@@ -288,14 +155,7 @@ def _bracket(study: StudyFacts, bracket: int | None) -> Markup:
     caption = tag("caption", title if bracket is None else f"Bracket {bracket}: {title}")
     body = tag("tbody", tag("tr", *cells))
     table = tag("table", caption, tag("thead", tag("tr", *head)), body, cls="rung")
-    return tag(
-        "div",
-        table,
-        cls="scroll",
-        tabindex="0",
-        role="region",
-        aria_label=title if bracket is None else f"Rungs of bracket {bracket}",
-    )
+    return scrolling(f"Rungs of {study.study}{'' if bracket is None else f', bracket {bracket}'}", table)
 
 
 def front(study: StudyFacts, ident: str, runs: Runs) -> Markup:
@@ -394,11 +254,5 @@ def confirmation(study: StudyFacts) -> Markup:
             )
         )
     caption = tag("caption", f"The best trials, trained again with seeds {', '.join(map(str, found.seeds))}")
-    return tag(
-        "div",
-        tag("table", caption, tag("thead", head), tag("tbody", *rows)),
-        cls="scroll",
-        tabindex="0",
-        role="region",
-        aria_label="Confirmation",
-    )
+    table = tag("table", caption, tag("thead", head), tag("tbody", *rows))
+    return scrolling(f"Confirmation of {study.study}", table)

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from mgpu_slurm.core.formatting import binary_size, counted, duration
-from mgpu_slurm.reports.page.facts import Facts, RunFacts
-from mgpu_slurm.reports.page.markup import Markup, joined, number, tag
+from mgpu_slurm.reports.facts.report_facts import Facts, RunFacts
+from mgpu_slurm.reports.page.markup import Markup, joined, number, scrolling, tag
 from mgpu_slurm.reports.page.run_charts import sparkline
 from mgpu_slurm.reports.page.shown import Shown, badge, display_name, families
 
@@ -15,11 +15,6 @@ MOST_COLUMNS = 12
 """Maximum number of config values that are shown; the others are hidden until asked for."""
 
 MOST_ATTEMPT_ROWS = 200
-
-
-def scrolling(name: str, *children: object, cls: str = "") -> Markup:
-    """Return a part that scrolls sideways on a narrow screen, with the keyboard too."""
-    return tag("div", *children, cls=f"scroll {cls}".strip(), tabindex="0", role="region", aria_label=name)
 
 
 # -- runs
@@ -150,7 +145,7 @@ def resources_table(runs: Sequence[Shown]) -> Markup:
     ]
     head = tag("tr", *(tag("th", name, scope="col") for name in names))
     caption = tag("caption", "Resources that were asked for and used", cls="hidden")
-    return scrolling("Resources", tag("table", caption, tag("thead", groups, head), tag("tbody", *rows)))
+    return scrolling("Table of resources", tag("table", caption, tag("thead", groups, head), tag("tbody", *rows)))
 
 
 def _resources(name: str, family: Sequence[Shown]) -> Markup | None:

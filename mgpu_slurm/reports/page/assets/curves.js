@@ -163,6 +163,7 @@
       pen.strokeStyle = pen.fillStyle = color;
       pen.globalAlpha = opacity;
       pen.lineWidth = width;
+      const dots = [];
       pen.beginPath();
       for (const { xs, ys } of lines) {
         let isDown = false, col = NaN, low = 0, high = 0, last = 0;
@@ -172,7 +173,7 @@
           const x = this.x(xs[i]), y = this.y(value), at = Math.round(x);
           if (!isDown) {
             pen.moveTo(x, y);
-            if (ys.length === 1) { pen.moveTo(x + 2.5, y); pen.arc(x, y, 2.5, 0, 7); }
+            if (ys.length === 1) dots.push([x, y]);
             isDown = true;
           } else if (at === col) {
             if (y < low) low = y;
@@ -189,6 +190,12 @@
         if (isDown && high > low) { pen.lineTo(col, low); pen.lineTo(col, high); pen.lineTo(col, last); }
       }
       pen.stroke();
+      // a curve of one point
+      for (const [x, y] of dots) {
+        pen.beginPath();
+        pen.arc(x, y, 2.5, 0, 7);
+        pen.fill();
+      }
       pen.globalAlpha = 1;
     }
 

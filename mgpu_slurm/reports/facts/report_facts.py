@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-from mgpu_slurm.reports.page.series import Series
+from mgpu_slurm.reports.facts.series import Series
 from mgpu_slurm.reports.usage.advice import Advice
 from mgpu_slurm.reports.usage.ledger import Ledger
 from mgpu_slurm.reports.usage.resource_use import Asked, Used

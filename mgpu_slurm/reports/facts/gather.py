@@ -18,8 +18,8 @@ from mgpu_slurm.reports import attempts as endings
 from mgpu_slurm.reports.aggregation import history, run_sources
 from mgpu_slurm.reports.aggregation.run_sources import Source
 from mgpu_slurm.reports.aggregation.statistics import is_minimized
-from mgpu_slurm.reports.page import series
-from mgpu_slurm.reports.page.facts import (
+from mgpu_slurm.reports.facts import series
+from mgpu_slurm.reports.facts.report_facts import (
     AttemptFacts,
     Facts,
     MetricFacts,

@@ -1,0 +1,1 @@
+"""Gather the facts of a report: what runs and sweeps came to."""
