@@ -6,6 +6,7 @@ Used for a job's config, the cluster file and `spec.yaml`.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 import re
 import types
@@ -169,19 +170,29 @@ def fill(cls: type[T], values: Config, what: str) -> T:
         UserError: names the first wrong key (with the nearest right one) or value (with what was expected).
     """
     _refuse_unknown_keys(cls, values, what, prefix="")
-    from pydantic import ConfigDict, PydanticUserError, TypeAdapter, ValidationError
+    from pydantic import ValidationError
 
     try:
-        try:
-            adapter = TypeAdapter(cls, config=ConfigDict(arbitrary_types_allowed=True))
-        except PydanticUserError as error:
-            if error.code != "type-adapter-config-unused":
-                raise
-            adapter = TypeAdapter(cls)
-        return adapter.validate_python(values)
+        # for type checkers not every class is hashable
+        wanted: Any = cls
+        filled: T = _adapter(wanted).validate_python(values)
     except ValidationError as error:
         first = error.errors()[0]
         raise UserError(f"{what}: {_explain(first)}") from None
+    return filled
+
+
+@functools.lru_cache(maxsize=32)
+def _adapter(cls: Any) -> Any:
+    """Return what validates values of a class; making it takes 20 ms for a spec, which a report reads for each run."""
+    from pydantic import ConfigDict, PydanticUserError, TypeAdapter
+
+    try:
+        return TypeAdapter(cls, config=ConfigDict(arbitrary_types_allowed=True))
+    except PydanticUserError as error:
+        if error.code != "type-adapter-config-unused":
+            raise
+        return TypeAdapter(cls)
 
 
 def _explain(problem: Any) -> str:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from mgpu_slurm.core.files import complete_lines
 from mgpu_slurm.core.formatting import counted
 from mgpu_slurm.metrics.event_layout import Floats
 from mgpu_slurm.reports.aggregation.merging import Curve
@@ -97,13 +98,11 @@ def _reports(path: Path) -> tuple[list[_Report], int]:
     """Return the reports in a file in their order, and the number of lines that cannot be read."""
     found, damaged = [], 0
     try:
-        text = path.read_bytes()
+        lines = complete_lines(path)
     except FileNotFoundError:
         return [], 0
-    # an incomplete last line is being written, or its writer has died
-    for line in text.split(b"\n")[:-1]:
+    for record in _records(lines):
         try:
-            record = json.loads(line)
             metrics = {str(name): float(value) for name, value in record["metrics"].items()}
             time = datetime.fromisoformat(record["time"]).timestamp()
             attempt = int(record.get("attempt", 1))
@@ -111,6 +110,19 @@ def _reports(path: Path) -> tuple[list[_Report], int]:
         except (ValueError, TypeError, KeyError, AttributeError, OverflowError):
             damaged += 1
     return found, damaged
+
+
+def _records(lines: Sequence[bytes]) -> Iterator[Any]:
+    """Yield what the lines contain; None for one that is damaged."""
+    try:
+        # at once, which takes half the time
+        yield from json.loads(b"[" + b",".join(lines) + b"]")
+    except ValueError:
+        for line in lines:
+            try:
+                yield json.loads(line)
+            except ValueError:
+                yield None
 
 
 def _kept(reports: Sequence[_Report]) -> list[_Report]:

@@ -14,7 +14,7 @@ from mgpu_slurm.core.files import write_whole
 from mgpu_slurm.core.retry import Note, quiet
 from mgpu_slurm.reports.facts.gather import Wish, gather
 from mgpu_slurm.reports.facts.report_facts import Facts
-from mgpu_slurm.reports.page.page import page, stylesheet
+from mgpu_slurm.reports.page.html_page import page, stylesheet
 from mgpu_slurm.run_folder import states
 
 _SVG = re.compile(r"<svg id=\"(?P<ident>[\w-]+)\".*?</svg>", re.DOTALL)
