@@ -38,7 +38,8 @@ _DRAG = """async () => {
     return times;
 }"""
 _HOVER = """async () => {
-    const canvas = document.querySelector("canvas"), box = canvas.getBoundingClientRect(), times = [];
+    const canvas = document.querySelector(".drawing canvas:last-child");
+    const box = canvas.getBoundingClientRect(), times = [];
     for (let i = 1; i <= 40; i++) {
         const start = performance.now();
         const clientX = box.left + box.width * i / 41, clientY = box.top + box.height * (0.3 + 0.4 * (i % 2));

@@ -1,4 +1,4 @@
-"""Show what runs came to: `why`, `aggregate`, `tensorboard`, `efficiency`, `profile` and `export`."""
+"""Show what runs came to: `why`, `report`, `aggregate`, `tensorboard`, `efficiency`, `profile` and `export`."""
 
 from __future__ import annotations
 
@@ -159,6 +159,8 @@ def report(
     direction = None if minimize is None else "minimize" if minimize else "maximize"
     wish = Wish(title, metric, direction)
     if as_json:
+        if folder is not None or refresh or opens:
+            raise UserError("--json prints facts and makes no page: leave --svg, --refresh and --open out")
         print_json(gather(words, wish, print_note).to_json())
         return
     path = None if out == "-" else Path(out)
@@ -173,7 +175,8 @@ def report(
             return
         if not is_shown:
             print_lines([f"written   {path}: {counted(len(facts.runs), 'run')}, {human_size(size)}"])
-            print_lines([f"note      {each}" for each in facts.warnings[:5]]) if facts.warnings else None
+            for warning in facts.warnings[:5]:
+                print_lines([f"note      {warning}"])
             if opens:
                 click.launch(str(path))
         is_shown = True
@@ -181,7 +184,8 @@ def report(
     facts = make_report.make(words, wish, path, refresh, not no_points, print_note, say)
     if folder is not None:
         names = make_report.write_charts(facts, folder)
-        print_lines([f"charts    {folder}/: {counted(len(names), 'file')}"])
+        written = f"charts    {folder}/: {counted(len(names), 'file')}"
+        print_note(written) if path is None else print_lines([written])
 
 
 @click.command()

@@ -46,6 +46,8 @@ def find_records(contents: Sequence[bytes]) -> list[Records]:
     Damaged data is skipped up to the next place that looks like a record. An incomplete last record is not damage: its
     writer is still writing, or was killed.
     """
+    if not contents:
+        return []
     found = [_chain(data) for data in contents]
     is_whole = _have_matching_checksums(contents, found)
     return [

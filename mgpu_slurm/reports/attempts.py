@@ -29,10 +29,11 @@ class Before:
     """What restarted the run, in words."""
 
 
-def before(folder: RunFolder, waits: bool = False) -> list[Before]:
-    """Return the earlier attempts, oldest first. Accounting is asked about restarts by SLURM itself.
+def before(folder: RunFolder, waits: bool = False, asks: bool = True) -> list[Before]:
+    """Return the earlier attempts, oldest first.
 
     Args:
+        asks: whether accounting is asked about restarts by SLURM itself.
         waits: whether the run waits to restart, so that the newest attempt is an earlier one, too.
     """
     events = records.events(folder)
@@ -40,7 +41,8 @@ def before(folder: RunFolder, waits: bool = False) -> list[Before]:
     places = [*starts.values(), *([len(events)] if waits and starts else [])]
     after: list[Event | None] = [*events, None]
     spans = [(events[start], events[start + 1 : end], after[end]) for start, end in itertools.pairwise(places)]
-    by_slurm = _by_slurm(folder, [start for start, between, after in spans if _was_requeued(start, between, after)])
+    requeued = [start for start, between, after in spans if asks and _was_requeued(start, between, after)]
+    by_slurm = _by_slurm(folder, requeued)
     found = [
         Before(start.attempt, *(by_slurm.get(start.attempt) or _told(start.attempt, between)))
         for start, between, _ in spans
@@ -74,6 +76,12 @@ def _by_slurm(folder: RunFolder, started: Sequence[Event]) -> dict[int, tuple[st
 def last_said(folder: RunFolder) -> str:
     """Return the recorded message on the newest attempt's end; empty if there is none."""
     ends = [event for event in records.events(folder) if event.event == "ended"]
+    return first_line(ends[-1].message or "") if ends else ""
+
+
+def said_of(folder: RunFolder, attempt: int) -> str:
+    """Return the recorded message on an attempt's end; empty if there is none."""
+    ends = [event for event in records.events(folder) if event.event == "ended" and event.attempt == attempt]
     return first_line(ends[-1].message or "") if ends else ""
 
 

@@ -26,7 +26,8 @@ NAMES = ("mean", "std", "min", "max", "median", "ci_low", "ci_high")
 """Names of the statistics in files."""
 
 _LOWER_IS_BETTER = re.compile(
-    r"(?<![a-z])(?:[a-z]*loss|errors?|err|[a-z]*perplexity|ppl|wer|cer|r?mse|mae|nll|[a-z]*entropy)(?![a-z])"
+    r"(?<![a-z])(?:[a-z]*loss|losses|errors?|err|[a-z]*perplexity|ppl|[bw]er|cer|r?mse|ma[p]?e|nll|fid|bp[cd]|[a-z]*entropy)"
+    r"(?![a-z])"
 )
 
 _AT_ONCE = 4_000_000

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
@@ -45,6 +46,11 @@ class MetricFacts:
     """Whether the direction was taken from the metric's name."""
 
 
+def plain(value: Any) -> Any:
+    """Return a config value as JSON has it; text for a date and the like."""
+    return json.loads(json.dumps(value, default=str))
+
+
 @dataclass
 class RunFacts:
     """A run, a trial of a sweep, or a folder with event files of another program."""
@@ -78,7 +84,7 @@ class RunFacts:
         }
         return own | {
             "attempts": [asdict(each) | {"nodes": list(each.nodes)} for each in self.attempts],
-            "config": dict(self.config),
+            "config": {key: plain(value) for key, value in self.config.items()},
             "metrics": {name: asdict(each) for name, each in self.metrics.items()},
             "asked": self.asked and asdict(self.asked),
             "used": self.used and asdict(self.used),
@@ -93,6 +99,8 @@ class Piece:
     trial: int
     begin: float
     end: float
+    is_confirming: bool = False
+    """Whether it is a trial of the confirmation, with its number there."""
 
 
 @dataclass(frozen=True)

@@ -3,26 +3,28 @@
 from __future__ import annotations
 
 import importlib.resources
-from collections import Counter
 from collections.abc import Sequence
 
-from mgpu_slurm.core.formatting import counted, duration
+from mgpu_slurm.core.formatting import counted
 from mgpu_slurm.reports.facts.report_facts import Facts
 from mgpu_slurm.reports.page import page_data, run_charts, tables
-from mgpu_slurm.reports.page.markup import Markup, Section, figure, joined, number, scrolling, section, tag
-from mgpu_slurm.reports.page.shown import Shown, arranged, display_name, families
+from mgpu_slurm.reports.page.markup import Markup, Section, figure, joined, scrolling, section, tag
+from mgpu_slurm.reports.page.overview import overview
+from mgpu_slurm.reports.page.shown import Shown, arranged, families
 from mgpu_slurm.reports.page.sweep_section import sweep_section
-from mgpu_slurm.reports.usage.advice import Advice
 
 MOST_ROWS = 40
 """Number of rows of the timeline from which it shows runs that were interrupted or failed only."""
 
-POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data: blob:"
+MOST_USAGE = 8
+"""Number of runs whose usage over time is drawn."""
+
+POLICY = (
+    "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; form-action 'none'; base-uri 'none'"
+)
 """Content security policy of the page: it cannot load or send anything."""
 
 SCRIPTS = ("core.js", "curves.js", "table.js", "sweep.js")
-
-_ICONS = {"memory": "▤", "time": "◔", "cores": "▦", "gpu": "▦", "workers": "⚑", "starting": "◔", "range": "↔"}
 
 
 def page(facts: Facts, refresh: int | None = None, with_points: bool = True) -> str:
@@ -37,9 +39,8 @@ def page(facts: Facts, refresh: int | None = None, with_points: bool = True) -> 
     sections = [section for section in _sections(facts, runs) if section is not None]
     links = [tag("a", name, href=f"#{ident}") for ident, name, _ in sections]
     body = [part for _, _, part in sections]
-    directions = {name: each.direction for run in facts.runs for name, each in run.metrics.items()}
-    data = page_data.packed(runs if with_points else [], most, directions)
-    held = f"Each curve has at most {most} points; `metrics.jsonl` of a run has all." if with_points else ""
+    data = page_data.packed(runs if with_points else [], most, facts.differing_keys)
+    held = f" Each curve has at most {most:,} points here; the files of the runs have all." if with_points else ""
     head = joined(
         Markup('<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'),
         Markup(f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'),
@@ -52,7 +53,7 @@ def page(facts: Facts, refresh: int | None = None, with_points: bool = True) -> 
         tag("button", name, type="button", id=ident, cls="script")
         for ident, name in (("theme", "Dark"), ("print", "Print"))
     ]
-    made = joined("Made ", facts.made[:16].replace("T", " "), " by ", tag("code", f"mgpu-slurm {facts.version}"))
+    made = joined("Made ", facts.made[:16].replace("T", " "), " UTC by ", tag("code", f"mgpu-slurm {facts.version}"))
     header = tag(
         "header",
         tag(
@@ -60,7 +61,7 @@ def page(facts: Facts, refresh: int | None = None, with_points: bool = True) -> 
         ),
         tag("nav", tag("div", *links, tag("span", cls="space"), *controls, cls="inner"), aria_label="Sections"),
     )
-    footer = tag("footer", tag("p", f"This file needs no network. {held}", cls="quiet"), cls="inner")
+    footer = tag("footer", tag("p", f"This file needs no network.{held}", cls="quiet"), cls="inner")
     tip = tag("div", id="tip", hidden="hidden")
     scripts = [tag("script", Markup(_asset(name))) for name in SCRIPTS] if with_points else []
     stored = tag("script", data, type="application/json", id="data")
@@ -80,107 +81,13 @@ def stylesheet() -> str:
 
 def _sections(facts: Facts, runs: Sequence[Shown]) -> list[Section | None]:
     return [
-        _overview(facts, runs),
+        overview(facts, runs),
         section("table", "Runs", _filter(), tables.runs_table(facts, runs)) if runs else None,
         _curves(facts, runs),
         *(sweep_section(place, sweep, runs) for place, sweep in enumerate(facts.sweeps)),
         _attempts(runs),
         _resources(facts, runs),
     ]
-
-
-# -- overview
-
-
-def _overview(facts: Facts, runs: Sequence[Shown]) -> Section:
-    cards = tag("div", *(_card(*each) for each in _cards(facts, runs)), cls="cards")
-    return section("overview", "Overview", cards, tag("h3", "What to look at"), _advice(facts, runs))
-
-
-def _card(name: str, value: str, more: str) -> Markup:
-    return tag(
-        "div", tag("div", name, cls="key"), tag("div", value, cls="value"), tag("div", more, cls="more"), cls="card"
-    )
-
-
-def _cards(facts: Facts, runs: Sequence[Shown]) -> list[tuple[str, str, str]]:
-    found = []
-    best = _best(facts, runs)
-    if best is not None and facts.metric is not None:
-        metric = best.facts.metrics[facts.metric]
-        assumed = f"; {metric.direction[:-1]}ed, as its name suggests" if metric.is_assumed else ""
-        found.append((f"Best {facts.metric}", number(metric.best, 5), f"{best.name}{assumed}"))
-    counts = Counter(run.facts.state for run in runs)
-    words = ", ".join(f"{count} {state.lower().replace('_', ' ')}" for state, count in counts.most_common())
-    found.append(("Runs", str(len(runs)), words))
-    if facts.ledger.total:
-        found.append(
-            (
-                f"{facts.unit.upper() if facts.unit == 'gpu' else 'Core'} time",
-                duration(float(facts.ledger.total)),
-                "of all attempts, as allocated",
-            )
-        )
-        found.append(("Spent on training", f"{facts.ledger.share('training'):.0%}", "the rest is in “Resources”"))
-    return found
-
-
-def _best(facts: Facts, runs: Sequence[Shown]) -> Shown | None:
-    """Return the run with the best value of the main metric."""
-    metric = facts.metric
-    known = [
-        run
-        for run in runs
-        if metric is not None and metric in run.facts.metrics and run.facts.metrics[metric].best is not None
-    ]
-    if not known or metric is None:
-        return None
-    sign = 1 if known[0].facts.metrics[metric].direction == "maximize" else -1
-    return max(known, key=lambda run: sign * float(run.facts.metrics[metric].best or 0))
-
-
-def _advice(facts: Facts, runs: Sequence[Shown]) -> Markup:
-    items = [_failure(run) for run in runs if run.facts.kind != "trial" and run.facts.state not in _WELL]
-    items = items[:MOST_ROWS] + [_advice_item(each) for each in facts.advice]
-    items += [_item("!", words, "", "left-out") for words in facts.warnings[:MOST_ROWS]]
-    if len(facts.warnings) > MOST_ROWS:
-        items.append(
-            _item("!", f"{counted(len(facts.warnings) - MOST_ROWS, 'more warning')}: see --json", "", "left-out")
-        )
-    return (
-        tag("ul", *items, cls="advice")
-        if items
-        else tag("p", "Nothing: no run failed, and none asked for much more than it used.", cls="quiet")
-    )
-
-
-_WELL = ("COMPLETED", "RUNNING", "PENDING", "UNKNOWN", "CANCELLED")
-
-
-def _item(icon: str, words: object, more: object, cls: str) -> Markup:
-    return tag(
-        "li",
-        tag("span", icon, cls="icon", aria_hidden="true"),
-        tag("div", words, tag("div", more, cls="quiet") if more else ""),
-        cls=cls,
-    )
-
-
-def _failure(run: Shown) -> Markup:
-    state = run.facts.state.lower().replace("_", " ")
-    return _item("✕", joined(tag("b", run.name), f": {state}"), run.facts.reason, "failed")
-
-
-def _advice_item(advice: Advice) -> Markup:
-    names = [display_name(run) for run in advice.runs]
-    others = f" and {len(names) - 1} more" if len(names) > 1 else ""
-    flags = joined(" next time ", tag("code", advice.flags)) if advice.flags else Markup()
-    return _item(
-        _ICONS.get(advice.kind, "•"),
-        joined(tag("b", names[0]), others, ":", flags) if advice.flags else joined(tag("b", names[0]), others),
-        advice.why,
-        f"a-{advice.kind}",
-    )
 
 
 # -- runs and curves
@@ -190,7 +97,9 @@ def _filter() -> Markup:
     box = tag(
         "input", id="filter", type="search", placeholder="words  state:failed  lr<0.01  width=32", autocomplete="off"
     )
-    buttons = [tag("button", name, type="button", id=ident) for ident, name in (("all", "All"), ("csv", "CSV"))]
+    buttons = [
+        tag("button", name, type="button", id=ident) for ident, name in (("all", "All"), ("csv", "CSV of the points"))
+    ]
     count = tag("span", id="count", role="status", cls="quiet")
     return tag("div", tag("label", "Filter ", box, cls="grow"), count, *buttons, cls="bar script")
 
@@ -228,7 +137,7 @@ def _select(ident: str, name: str, options: Sequence[tuple[str, str]]) -> Markup
 
 def _legend(runs: Sequence[Shown]) -> Markup:
     items = [
-        tag("li", tag("span", cls=f"swatch {family[0].color_class}", aria_hidden="true"), display_name(name), " ",
+        tag("li", tag("span", cls=f"swatch {family[0].color_class}", aria_hidden="true"), family[0].family_name, " ",
             tag("span", counted(len(family), "trial" if family[0].facts.kind == "trial" else "run"), cls="quiet"))
         for name, family in list(families(runs).items())[:MOST_ROWS]
     ]  # fmt: skip
@@ -242,10 +151,9 @@ def _attempts(runs: Sequence[Shown]) -> Section | None:
     own = [run for run in runs if run.facts.kind == "run" and run.facts.attempts]
     if not own:
         return None
-    shown = own if len(own) <= MOST_ROWS else [run for run in own if tables.was_interrupted(run.facts)]
-    left_out = len(own) - len(shown)
-    note = f"{counted(left_out, 'run')} that completed in one attempt are not shown." if left_out else ""
-    chart = scrolling("Timeline of attempts", run_charts.attempts(shown[:MOST_ROWS]).svg()) if shown else ""
+    shown = own if len(own) <= MOST_ROWS else [run for run in own if tables.was_interrupted(run.facts)][:MOST_ROWS]
+    note = f"{len(shown)} of {len(own)} runs: those that were interrupted or failed." if len(shown) < len(own) else ""
+    chart = scrolling("Timeline of attempts", run_charts.attempts(shown).svg()) if shown else ""
     return section(
         "attempts", "Attempts", figure("Attempts over time", chart, tag("p", note, cls="quiet") if note else ""),
         tables.attempts_table(own),
@@ -255,9 +163,9 @@ def _attempts(runs: Sequence[Shown]) -> Section | None:
 def _resources(facts: Facts, runs: Sequence[Shown]) -> Section | None:
     if not facts.ledger.total:
         return None
-    sampled = [run for run in runs if run.facts.usage][:8]
-    figures = []
-    for run in sampled:
+    sampled = [run for run in runs if run.facts.usage]
+    figures: list[Markup] = []
+    for run in sampled[:MOST_USAGE]:
         asked = run.facts.asked
         cores = None if asked is None or asked.cpus_per_task is None else asked.cpus_per_task * asked.ranks_per_node
         chart = run_charts.usage(f"usage-{run.index}", run.name, run.facts.usage, cores)
@@ -272,4 +180,7 @@ def _resources(facts: Facts, runs: Sequence[Shown]) -> Section | None:
         figure(f"Where the allocated {unit} time went", run_charts.ledger(facts.ledger)),
         joined(tag("h3", "Asked for and used"), table) if table else "",
         tag("div", *figures, cls="grid pairs gap") if figures else "",
+        tag("p", f"Usage over time is that of the first {MOST_USAGE} of {len(sampled)} runs.", cls="quiet")
+        if len(sampled) > MOST_USAGE
+        else "",
     )

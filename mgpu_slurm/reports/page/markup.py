@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import html
 import math
+import re
+
+_NOT_IN_XML = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\ud800-\udfff\ufffe\uffff]")
+"""Characters that neither UTF-8 nor XML can have."""
 
 
 class Markup(str):
@@ -14,7 +18,7 @@ class Markup(str):
 
 def escaped(value: object) -> Markup:
     """Return a value as markup; text is escaped unless it is markup."""
-    return value if isinstance(value, Markup) else Markup(html.escape(str(value)))
+    return value if isinstance(value, Markup) else Markup(html.escape(_NOT_IN_XML.sub("�", str(value))))
 
 
 def joined(*parts: object) -> Markup:
@@ -37,12 +41,12 @@ def number(value: object, digits: int = 4) -> str:
         return "" if value is None else str(value)
     if math.isnan(value) or math.isinf(value):
         return str(value)
-    if float(value).is_integer() and abs(value) < 10**6:
+    if float(value).is_integer() and abs(value) < 10**9:
         return str(int(value))
     if not 1e-3 <= abs(value) < 1e6:
         mantissa, exponent = f"{value:.{digits - 2}e}".split("e")
         return f"{_without_zeros(mantissa)}e{int(exponent)}"
-    return _without_zeros(f"{value:.{digits}g}") if abs(value) < 10**digits else str(round(value))
+    return _without_zeros(f"{value:.{digits}g}") if abs(value) < 10**digits - 0.5 else str(round(value))
 
 
 def _without_zeros(text: str) -> str:

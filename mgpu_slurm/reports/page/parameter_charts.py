@@ -147,4 +147,5 @@ def slices(study: StudyFacts, ident: str, runs: Runs) -> Markup:
                 text = f"{trial_words(study, trial)}, {parameter.name} {value}"
                 chart.add(mark(trial, across(at), values(float(trial.row.value or 0)), text, runs))
         figures.append(tag("div", chart.svg()))
-    return tag("div", *figures, cls="grid slices")
+    note = Values(study, 1.0, 0.0).note
+    return joined(tag("div", *figures, cls="grid slices"), note)

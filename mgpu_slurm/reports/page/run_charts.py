@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from itertools import pairwise
@@ -14,7 +14,7 @@ from mgpu_slurm.metrics.event_layout import Floats
 from mgpu_slurm.reports.aggregation.decimation import decimated
 from mgpu_slurm.reports.facts.series import Series
 from mgpu_slurm.reports.page.markup import Markup, number, tag
-from mgpu_slurm.reports.page.shown import Shown, families
+from mgpu_slurm.reports.page.shown import Shown
 from mgpu_slurm.reports.page.svg import Chart, Scale, finite_range, path, ticks, whole_ticks
 from mgpu_slurm.reports.usage.ledger import PARTS, Ledger
 from mgpu_slurm.run_folder.usage_records import NodeUsage
@@ -58,7 +58,7 @@ def curves(ident: str, metric: str, runs: Sequence[Shown], most: int = STATIC_PO
     chart = Chart(
         ident,
         f"{metric} by progress",
-        f"{counted(len(runs), 'run')}. {_range_in_words(last)} The table of runs has all of them.",
+        f"{counted(len(runs), 'run')}. {_range_in_words(last)}",
         cls="curves",
         data={"data_metric": metric, "data_log": int(is_log)},
     )
@@ -66,7 +66,7 @@ def curves(ident: str, metric: str, runs: Sequence[Shown], most: int = STATIC_PO
     y = Scale.over(values, chart.y0, chart.y1, is_log)
     chart.y_axis(y)
     chart.x_axis(x, "progress", whole_ticks(x) or x.ticks())
-    bands = [mark for family in families(runs).values() for mark in _band(family, metric, x, y, most)]
+    bands = [mark for repetitions in repeated(runs).values() for mark in _band(repetitions, metric, x, y, most)]
     lines = [mark for run in runs for mark in _line(run, run.facts.series[metric], x, y, most)]
     chart.add(tag("g", *lines, *bands, cls="plot"))
     return chart
@@ -75,6 +75,15 @@ def curves(ident: str, metric: str, runs: Sequence[Shown], most: int = STATIC_PO
 def _is_log(run: Shown, metric: str, values: Sequence[Floats]) -> bool:
     low, high = finite_range(values)
     return run.facts.metrics[metric].direction == "minimize" and low > 0 and high / low > LOG_FROM
+
+
+def repeated(runs: Sequence[Shown]) -> dict[str, list[Shown]]:
+    """Return runs that differ in their seed only, two of each kind at least."""
+    found: dict[str, list[Shown]] = {}
+    for run in runs:
+        if run.repeats is not None:
+            found.setdefault(run.repeats, []).append(run)
+    return {key: group for key, group in found.items() if len(group) > 1}
 
 
 def _range_in_words(last: Sequence[float]) -> str:
@@ -98,17 +107,18 @@ def _line(run: Shown, series: Series, x: Scale, y: Scale, most: int) -> Iterable
 
 def _band(family: Sequence[Shown], metric: str, x: Scale, y: Scale, most: int) -> Iterable[Markup]:
     """Yield the mean of runs that differ in their seed, and one standard deviation around it."""
-    if len(family) < 2 or family[0].facts.kind != "run":
-        return
     at, mean, std = _mean(family, metric)
-    if len(at) < 2:
-        return
     kept = decimated(mean, most)
     at, mean, std = at[kept], mean[kept], std[kept]
-    low = np.maximum(mean - std, y.low)
-    outline = path(np.append(x(at), x(at[::-1])), np.append(y(mean + std), y(low[::-1])))
-    yield tag("path", cls=f"band {family[0].color_class}", d=f"{outline}Z")
-    yield tag("path", cls=f"mean {family[0].color_class}", d=path(x(at), y(mean)))
+    low, high = (np.clip(mean + sign * std, y.low, y.high) for sign in (-1, 1))
+    # a stretch without a gap is one outline
+    for part in np.split(np.arange(len(at)), np.flatnonzero(~np.isfinite(mean))):
+        part = part[np.isfinite(mean[part])]
+        if len(part) > 1:
+            outline = path(np.append(x(at[part]), x(at[part][::-1])), np.append(y(high[part]), y(low[part][::-1])))
+            yield tag("path", cls=f"band {family[0].color_class}", d=f"{outline}Z")
+    if len(at) > 1:
+        yield tag("path", cls=f"mean {family[0].color_class}", d=path(x(at), y(mean)))
 
 
 def _mean(family: Sequence[Shown], metric: str) -> tuple[Floats, Floats, Floats]:
@@ -272,7 +282,7 @@ def usage(ident: str, name: str, nodes: Sequence[NodeUsage], cores: int | None) 
     y = Scale(0.0, max(float(np.nanmax(busy)), float(cores or 0), 1e-9) * 1.05, chart.y0, chart.y1)
     of_memory = Scale(0.0, float(memory.max()) * 1.1 or 1.0, chart.y0, chart.y1)
     chart.y_axis(y)
-    chart.x_axis(x, "minutes since the start of the attempt")
+    chart.x_axis(x, "minutes since the first sample")
     unit = GIB if of_memory.high > GIB else MIB
     for value in ticks(0.0, of_memory.high / unit, 4):
         height = round(of_memory(value * unit), 1) + 4
@@ -285,7 +295,7 @@ def usage(ident: str, name: str, nodes: Sequence[NodeUsage], cores: int | None) 
     return chart
 
 
-def spread_points(runs: Sequence[Shown], metrics: Mapping[str, object] | Sequence[str]) -> int:
+def spread_points(runs: Sequence[Shown], metrics: Sequence[str]) -> int:
     """Return how many points each curve may have, so that those of a page do not become too many."""
     count = sum(name in run.facts.series for run in runs for name in metrics)
     return max(40, min(STATIC_POINTS, ALL_STATIC_POINTS // max(1, count)))

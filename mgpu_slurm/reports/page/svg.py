@@ -22,7 +22,10 @@ def ticks(low: float, high: float, count: int = 5) -> list[float]:
     """Return round numbers from `low` to `high`, about so many."""
     if not (math.isfinite(low) and math.isfinite(high) and high > low):
         return [low] if math.isfinite(low) else []
-    raw = (high - low) / count
+    raw = high / count - low / count
+    # numbers that are this near to each other, or to 0, have no round ones between them
+    if raw < 1e-300 or high - low <= 1e-12 * max(abs(low), abs(high)):
+        return [low]
     magnitude = 10.0 ** math.floor(math.log10(raw))
     step = min((mantissa * magnitude for mantissa in _MANTISSAS), key=lambda each: abs(each - raw))
     first = math.ceil(low / step - 1e-9)
@@ -34,8 +37,10 @@ def log_ticks(low: float, high: float) -> list[float]:
     first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
     span = last - first
     factors = (1,) if span > 3 else (1, 2, 5) if span > 1 else (1, 2, 3, 5, 7)
-    found = [f * 10.0**power for power in range(first, last + 1, max(1, span // 5)) for f in factors]
-    return [each for each in found if low * 0.999 <= each <= high * 1.001]
+    powers = [power for power in range(first, last + 1, max(1, span // 5)) if -300 < power < 300]
+    found = [factor * 10.0**power for power in powers for factor in factors]
+    inside = [each for each in found if low * 0.999 <= each <= high * 1.001]
+    return inside if len(inside) > 1 else ticks(low, high, 4)
 
 
 @dataclass(frozen=True)
@@ -52,7 +57,8 @@ class Scale:
     def over(values: Sequence[Floats], start: float, stop: float, is_log: bool = False, pad: float = 0.04) -> Scale:
         """Return a scale for all finite values of several curves, a little wider than they are."""
         low, high = finite_range(values, is_log)
-        if low == high:
+        # rounding errors of a constant are no range
+        if high - low <= 1e-9 * max(abs(low), abs(high)):
             low, high = (
                 (low / 1.1, high * 1.1)
                 if is_log

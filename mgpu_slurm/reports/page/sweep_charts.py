@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from mgpu_slurm.core.formatting import counted, duration
-from mgpu_slurm.reports.facts.report_facts import SweepFacts
+from mgpu_slurm.reports.facts.report_facts import Piece, SweepFacts
 from mgpu_slurm.reports.page.markup import Markup, joined, number, scrolling, tag
 from mgpu_slurm.reports.page.run_charts import Bar, timeline
 from mgpu_slurm.reports.page.svg import Chart, Scale, finite_range, path, whole_ticks
@@ -79,6 +80,7 @@ def mark(trial: TrialFacts, x: float, y: float, words: str, runs: Runs) -> Marku
         "PRUNED": f"M{x} {y - 3.8}l3.8 6.6h-7.6z",
         "PAUSED": f"M{x - 3} {y - 3}h6v6h-6z",
         "RUNNING": f"M{x - 3} {y - 3.6}l6.4 3.6l-6.4 3.6z",
+        "WAITING": f"M{x - 3} {y - 3}h6v6h-6z",
     }
     return tag("path", title, d=shapes.get(state, f"M{x - 3} {y - 3}l6 6m0 -6l-6 6"), **attributes)
 
@@ -167,7 +169,7 @@ def front(study: StudyFacts, ident: str, runs: Runs) -> Markup:
     chart = Chart(
         ident,
         f"Pareto front of {first} and {second}",
-        f"{counted(len(study.front), 'trial')} of {len(complete)} complete ones that no other beats in all metrics.",
+        f"{counted(len(study.front), 'trial')} of {len(complete)} complete ones that no other trial dominates.",
         cls="linked front",
     )
     across, upwards = ([trial.row.values[name] for trial in complete] for name in (first, second))
@@ -201,21 +203,34 @@ def front(study: StudyFacts, ident: str, runs: Runs) -> Markup:
     return chart.svg()
 
 
+def _piece_words(piece: Piece) -> str:
+    return f"{'confirming: ' if piece.is_confirming else ''}trial {piece.trial}"
+
+
+def _covered(pieces: Sequence[Piece]) -> float:
+    """Return the seconds in which there was at least one trial; several may be trained at the same time."""
+    covered, until = 0.0, -math.inf
+    for piece in sorted(pieces, key=lambda each: each.begin):
+        covered += max(0.0, piece.end - max(piece.begin, until))
+        until = max(until, piece.end)
+    return covered
+
+
 def workers(sweep: SweepFacts, ident: str, runs: Runs) -> tuple[Markup, float]:
     """Return the timeline of the workers, and the part of their time in which they had a trial."""
     states = {trial.row.number: trial.row.state for trial in sweep.study.trials}
     rows, busy, total = [], 0.0, 0.0
     for worker in sweep.workers:
         total += sum(each.seconds for each in worker.attempts)
-        busy += sum(piece.end - piece.begin for piece in worker.pieces)
+        busy += _covered(worker.pieces)
         bars = [
             Bar(
                 piece.begin,
                 piece.end,
-                f"s-{states.get(piece.trial, '')}",
-                f"worker {worker.worker}, trial {piece.trial}: {duration(piece.end - piece.begin)}",
-                str(piece.trial),
-                runs.get(piece.trial),
+                "" if piece.is_confirming else f"s-{states.get(piece.trial, '')}",
+                f"worker {worker.worker}, {_piece_words(piece)}: {duration(piece.end - piece.begin)}",
+                f"c{piece.trial}" if piece.is_confirming else str(piece.trial),
+                None if piece.is_confirming else runs.get(piece.trial),
             )
             for piece in worker.pieces
         ]

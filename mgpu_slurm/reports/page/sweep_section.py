@@ -9,7 +9,7 @@ from mgpu_slurm.core.formatting import counted
 from mgpu_slurm.reports.facts.report_facts import SweepFacts
 from mgpu_slurm.reports.page import parameter_charts, sweep_charts
 from mgpu_slurm.reports.page.markup import Markup, Section, figure, joined, number, scrolling, section, tag
-from mgpu_slurm.reports.page.shown import Shown, display_name
+from mgpu_slurm.reports.page.shown import Shown
 
 
 def sweep_section(place: int, sweep: SweepFacts, runs: Sequence[Shown]) -> Section:
@@ -43,7 +43,7 @@ def sweep_section(place: int, sweep: SweepFacts, runs: Sequence[Shown]) -> Secti
                 scrolling(f"Timeline of the workers of {study.study}", chart),
             )
         )
-    return section(ident, display_name(sweep.run), *parts, title=joined("Sweep ", tag("code", display_name(sweep.run))))
+    return section(ident, sweep.run, *parts, title=joined("Sweep ", tag("code", sweep.run)))
 
 
 def _runs_by_trial(sweep: SweepFacts, runs: Sequence[Shown]) -> dict[int, int]:
@@ -73,7 +73,9 @@ def _sweep_words(sweep: SweepFacts) -> Markup:
             f" Each trial was trained with seeds {study.seeds[0]} to {study.seeds[-1]}; its value is their mean."
         )
     copies = sum(trial.copy_of is not None for trial in study.trials)
-    words.append(f" {counted(copies, 'trial')} of them began as copies of better ones." if copies else "")
+    words.append(
+        f" {copies} of them began as {'a copy' if copies == 1 else 'copies'} of better ones." if copies else ""
+    )
     return tag("p", *words, cls="lead")
 
 

@@ -9,7 +9,7 @@ from mgpu_slurm.core.formatting import binary_size, counted, duration
 from mgpu_slurm.reports.facts.report_facts import Facts, RunFacts
 from mgpu_slurm.reports.page.markup import Markup, joined, number, scrolling, tag
 from mgpu_slurm.reports.page.run_charts import sparkline
-from mgpu_slurm.reports.page.shown import Shown, badge, display_name, families
+from mgpu_slurm.reports.page.shown import Shown, badge, families
 
 MOST_COLUMNS = 12
 """Maximum number of config values that are shown; the others are hidden until asked for."""
@@ -72,8 +72,13 @@ def _cells(
 def _value(value: Any, cls: str | None = None) -> Markup:
     """Return a cell; numbers to the right, with their exact value for sorting."""
     if isinstance(value, (int, float)) and not isinstance(value, bool):
-        return tag("td", number(value), cls=f"n {cls or ''}".strip(), data_v=repr(value))
+        return tag("td", number(value), cls=f"n {cls or ''}".strip(), data_v=_exact(value))
     return tag("td", number(value) if value is not None else "", cls=cls)
+
+
+def _exact(value: float) -> str:
+    """Return a number as scripts read it."""
+    return repr(value).replace("inf", "Infinity")
 
 
 # -- attempts
@@ -117,7 +122,7 @@ def was_interrupted(run: RunFacts) -> bool:
 
 def resources_table(runs: Sequence[Shown]) -> Markup:
     """Return what runs or groups asked for and used; empty if nothing is known."""
-    rows = [row for name, family in families(runs).items() if (row := _resources(name, family))]
+    rows = [row for family in families(runs).values() if (row := _resources(family))]
     if not rows:
         return Markup()
     groups = tag(
@@ -148,7 +153,7 @@ def resources_table(runs: Sequence[Shown]) -> Markup:
     return scrolling("Table of resources", tag("table", caption, tag("thead", groups, head), tag("tbody", *rows)))
 
 
-def _resources(name: str, family: Sequence[Shown]) -> Markup | None:
+def _resources(family: Sequence[Shown]) -> Markup | None:
     known = [run.facts for run in family if run.facts.asked is not None and run.facts.used is not None]
     if not known:
         return None
@@ -166,7 +171,7 @@ def _resources(name: str, family: Sequence[Shown]) -> Markup | None:
     swatch = tag("span", cls=f"swatch {family[0].color_class}", aria_hidden="true")
     return tag(
         "tr",
-        tag("th", swatch, display_name(name), scope="row"),
+        tag("th", swatch, family[0].family_name, scope="row"),
         *_three(asked.cpus_per_task, cores, lambda value: number(value, 3)),
         *_three(asked.mem, memory, lambda value: binary_size(int(value))),
         *_three(asked.time, longest, duration),

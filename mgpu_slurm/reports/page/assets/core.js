@@ -27,7 +27,7 @@ const report = (() => {
     if (value === null || value === undefined) return "";
     if (!Number.isFinite(value)) return String(value);
     const size = Math.abs(value);
-    if (Number.isInteger(value) && size < 1e6) return String(value);
+    if (Number.isInteger(value) && size < 1e9) return String(value);
     if (size >= 1e6 || size < 1e-3) {
       const [mantissa, exponent] = value.toExponential(digits - 2).split("e");
       return `${Number(mantissa)}e${Number(exponent)}`;
@@ -41,10 +41,11 @@ const report = (() => {
     const magnitude = 10 ** Math.floor(Math.log10(raw));
     const steps = [1, 2, 2.5, 5, 10].map((mantissa) => mantissa * magnitude);
     const step = steps.reduce((best, each) => (Math.abs(each - raw) < Math.abs(best - raw) ? each : best));
+    const first = Math.ceil(low / step - 1e-9);
+    // numbers of this size have no place for a step between them
+    if (first + 1 === first) return [low];
     const found = [];
-    for (let place = Math.ceil(low / step - 1e-9); place <= high / step + 1e-9; place++) {
-      found.push(Number((place * step).toPrecision(12)));
-    }
+    for (let place = first; place <= high / step + 1e-9; place++) found.push(Number((place * step).toPrecision(12)));
     return found;
   }
 
@@ -57,7 +58,8 @@ const report = (() => {
     for (let power = first; power <= last; power += Math.max(1, Math.floor(span / 5))) {
       found.push(...factors.map((factor) => factor * 10 ** power));
     }
-    return found.filter((each) => each >= low * 0.999 && each <= high * 1.001);
+    const inside = found.filter((each) => each >= low * 0.999 && each <= high * 1.001);
+    return inside.length > 1 ? inside : ticks(low, high, 4);
   }
 
   // -- which runs are visible
@@ -65,11 +67,13 @@ const report = (() => {
   const filters = { checked: () => true, words: () => true, brushed: () => true };
   const changed = [];
   let visible = runs.map(() => true);
+  let listed = visible;
 
   /** Replace one of the filters, and draw what depends on it. */
   function setFilter(name, test) {
     filters[name] = test;
-    visible = runs.map((run, index) => Object.values(filters).every((each) => each(run, index)));
+    listed = runs.map((run, index) => filters.words(run, index) && filters.brushed(run, index));
+    visible = runs.map((run, index) => listed[index] && filters.checked(run, index));
     for (const mark of all(".linked [data-r]")) mark.classList.toggle("off", !visible[mark.dataset.r]);
     changed.forEach((each) => each());
   }
@@ -125,6 +129,7 @@ const report = (() => {
   return {
     one, all, data, runs, column, number, ticks, logTicks, setFilter, light, say, save,
     isVisible: (index) => visible[index],
+    isListed: (index) => listed[index],
     isLit: (index) => index === current,
     onChange: (action) => changed.push(action),
     onLight: (action) => lit.push(action),

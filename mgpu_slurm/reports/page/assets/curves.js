@@ -1,8 +1,9 @@
 "use strict";
-// Curves on a canvas in front of the static drawing, which stays what is printed, saved and read aloud.
+// Curves on a canvas over the static drawing, which stays what is printed, saved and read aloud.
 (() => {
   const { one, all, data, runs, column, number, ticks, logTicks } = report;
   const NEAR = 30; // pixels within which a curve is the one that is meant
+  const MANY = 20000; // points of a chart from which lines are thin: wider ones take six times as long without a GPU
   const state = { smooth: 0, axis: "progress", color: "", band: "std", log: null };
 
   /** Return an exponential moving average without bias to the first values, as TensorBoard's. */
@@ -41,10 +42,12 @@
       this.box = svg.parentElement;
       this.canvas = document.createElement("canvas");
       this.canvas.setAttribute("aria-hidden", "true");
-      this.box.append(this.canvas);
+      // what is highlighted is drawn on a second one, so that a move of the pointer does not draw all curves again
+      this.top = this.canvas.cloneNode();
+      this.box.append(this.canvas, this.top);
       this.box.classList.add("live");
-      this.canvas.addEventListener("pointermove", (event) => this.point(event));
-      this.canvas.addEventListener("pointerleave", () => { this.cross = null; report.say(""); report.light(-1); });
+      this.top.addEventListener("pointermove", (event) => this.point(event));
+      this.top.addEventListener("pointerleave", () => { this.cross = null; report.say(""); report.light(-1); });
     }
 
     /** Read the visible curves, and draw them. */
@@ -57,6 +60,8 @@
         this.lines.push({ run, index, xs: column(places[place]), ys: smoothed(column(places[3]), state.smooth) });
       });
       this.fit();
+      this.colorOf = coloring();
+      this.banded = this.isEmpty || state.band === "none" ? [] : this.bands();
       this.paint();
     }
 
@@ -76,8 +81,9 @@
       }
       this.isEmpty = !(right >= left);
       if (this.isEmpty) return;
-      if (left === right) { left -= 0.5; right += 0.5; }
-      if (low === high) {
+      if (right - left <= 1e-12 * Math.abs(right)) { left -= 0.5; right += 0.5; }
+      // rounding errors of a constant are no range
+      if (high - low <= 1e-9 * Math.max(Math.abs(low), Math.abs(high))) {
         const room = Math.abs(low) * 0.05 || 0.5;
         [low, high] = this.isLog ? [low / 1.1, high * 1.1] : [low - room, high + room];
       } else if (!this.isLog) {
@@ -100,12 +106,8 @@
     paint() {
       const { width, height } = this.box.getBoundingClientRect();
       if (!width) return;
-      const ratio = Math.min(2, devicePixelRatio || 1);
-      this.canvas.width = width * ratio;
-      this.canvas.height = height * ratio;
-      Object.assign(this, { x0: 52, x1: width - 12, y0: height - 40, y1: 10 });
-      const pen = this.canvas.getContext("2d");
-      pen.scale(ratio, ratio);
+      Object.assign(this, { x0: 52, x1: width - 12, y0: height - 40, y1: 10, width, height });
+      const pen = this.cleared(this.canvas);
       const style = getComputedStyle(document.documentElement);
       const color = (name) => style.getPropertyValue(`--${name}`);
       pen.font = `11.5px ${getComputedStyle(document.body).fontFamily}`;
@@ -115,20 +117,34 @@
         return;
       }
       this.axes(pen, color, height);
-      const colorOf = coloring();
-      const banded = state.band === "none" ? [] : this.bands(colorOf);
-      const inBand = new Set(banded.flatMap((band) => band.members));
-      pen.lineJoin = "round";
-      for (let place = 0; place < 8; place++) {
-        for (const faint of [true, false]) {
-          const chosen = this.lines.filter(({ run, index }) => colorOf(run) === place && (inBand.has(index) || run.state === "PRUNED") === faint);
-          if (chosen.length) this.strokes(pen, chosen, color(`k${place}`), faint ? 0.35 : 0.75, 1.4);
-        }
+      const inBand = new Set(this.banded.flatMap((band) => band.members));
+      const points = this.lines.reduce((sum, { ys }) => sum + ys.length, 0);
+      for (const line of this.lines) {
+        const isFaint = inBand.has(line.index) || line.run.state === "PRUNED";
+        this.stroke(pen, line, color(`k${this.colorOf(line.run)}`), isFaint ? 0.35 : 0.75, points > MANY ? 1 / this.ratio : 1.4);
       }
-      for (const band of banded) this.band(pen, band, color(`k${band.color}`));
-      const lit = this.lines.filter(({ index }) => report.isLit(index));
-      if (lit.length) this.strokes(pen, lit, color("mark"), 1, 2.8);
+      for (const band of this.banded) this.band(pen, band, color(`k${band.color}`));
+      this.highlight();
+    }
+
+    /** Draw the run that is lit, and where the pointer is. */
+    highlight() {
+      if (this.isEmpty || !this.width) return;
+      const pen = this.cleared(this.top);
+      const style = getComputedStyle(document.documentElement);
+      const color = (name) => style.getPropertyValue(`--${name}`);
+      for (const line of this.lines) if (report.isLit(line.index)) this.stroke(pen, line, color("mark"), 1, 2.8);
       if (this.cross) this.crossLines(pen, color);
+    }
+
+    /** Return the pen of a canvas, emptied, which draws in pixels of the page. */
+    cleared(canvas) {
+      this.ratio = Math.min(2, devicePixelRatio || 1);
+      canvas.width = this.width * this.ratio;
+      canvas.height = this.height * this.ratio;
+      const pen = canvas.getContext("2d");
+      pen.scale(this.ratio, this.ratio);
+      return pen;
     }
 
     axes(pen, color, height) {
@@ -158,53 +174,53 @@
       pen.fillText(state.axis === "minutes" ? "minutes at work" : state.axis, (this.x0 + this.x1) / 2, height - 5);
     }
 
-    /** Draw curves of one colour at once: of each pixel column only the first, lowest, highest and last value. */
-    strokes(pen, lines, color, opacity, width) {
+    /** Draw a curve: of each pixel column only the first, lowest, highest and last value. */
+    stroke(pen, { xs, ys }, color, opacity, width) {
       pen.strokeStyle = pen.fillStyle = color;
       pen.globalAlpha = opacity;
       pen.lineWidth = width;
-      const dots = [];
+      pen.lineJoin = "bevel";
       pen.beginPath();
-      for (const { xs, ys } of lines) {
-        let isDown = false, col = NaN, low = 0, high = 0, last = 0;
-        for (let i = 0; i < ys.length; i++) {
-          const value = ys[i];
-          if (!Number.isFinite(value) || !Number.isFinite(xs[i]) || (this.isLog && value <= 0)) { isDown = false; continue; }
-          const x = this.x(xs[i]), y = this.y(value), at = Math.round(x);
-          if (!isDown) {
-            pen.moveTo(x, y);
-            if (ys.length === 1) dots.push([x, y]);
-            isDown = true;
-          } else if (at === col) {
-            if (y < low) low = y;
-            if (y > high) high = y;
-            last = y;
-            continue;
-          } else {
-            if (high > low) { pen.lineTo(col, low); pen.lineTo(col, high); pen.lineTo(col, last); }
-            pen.lineTo(x, y);
-          }
-          col = at;
-          low = high = last = y;
-        }
+      let isDown = false, col = NaN, low = 0, high = 0, last = 0;
+      const flush = () => {
         if (isDown && high > low) { pen.lineTo(col, low); pen.lineTo(col, high); pen.lineTo(col, last); }
+      };
+      for (let i = 0; i < ys.length; i++) {
+        const value = ys[i];
+        if (!Number.isFinite(value) || !Number.isFinite(xs[i]) || (this.isLog && value <= 0)) {
+          flush();
+          isDown = false;
+          continue;
+        }
+        const x = this.x(xs[i]), y = this.y(value), at = Math.round(x);
+        if (isDown && at === col) {
+          if (y < low) low = y;
+          if (y > high) high = y;
+          last = y;
+          continue;
+        }
+        flush();
+        if (isDown) pen.lineTo(x, y); else pen.moveTo(x, y);
+        isDown = true;
+        col = at;
+        low = high = last = y;
       }
+      flush();
       pen.stroke();
-      // a curve of one point
-      for (const [x, y] of dots) {
+      if (ys.length === 1 && isDown) {
         pen.beginPath();
-        pen.arc(x, y, 2.5, 0, 7);
+        pen.arc(this.x(xs[0]), last, 2.5, 0, 7);
         pen.fill();
       }
       pen.globalAlpha = 1;
     }
 
-    /** Return means and spreads of runs that belong together: those of a group, or with the same value of the key. */
-    bands(colorOf) {
+    /** Return means and spreads of runs that are repetitions of each other with other seeds. */
+    bands() {
       const groups = new Map();
       for (const line of this.lines) {
-        if (line.run.kind === "trial" && !state.color) continue;
-        const key = state.color ? JSON.stringify(line.run.config[state.color] ?? null) : line.run.family;
+        const key = line.run.repeats;
+        if (key === null) continue;
         if (!groups.has(key)) groups.set(key, []);
         groups.get(key).push(line);
       }
@@ -225,7 +241,7 @@
           }
         }
         const points = [...at].filter(([, entry]) => entry.count > 1).sort((a, b) => a[0] - b[0]);
-        if (points.length > 1) found.push({ points, color: colorOf(lines[0].run), members: lines.map((line) => line.index) });
+        if (points.length > 1) found.push({ points, color: this.colorOf(lines[0].run), members: lines.map((line) => line.index) });
       }
       return found;
     }
@@ -234,12 +250,12 @@
       const spread = ({ count, squares }) => Math.sqrt(squares / (count - 1));
       const upper = (entry) => (state.band === "std" ? entry.mean + spread(entry) : entry.high);
       const lower = (entry) => (state.band === "std" ? entry.mean - spread(entry) : entry.low);
-      const inside = (value) => Math.max(value, this.low);
+      const inside = (value) => Math.min(Math.max(value, this.low), this.high);
       pen.fillStyle = pen.strokeStyle = color;
       pen.globalAlpha = 0.16;
       pen.beginPath();
       for (const [x, entry] of points) pen.lineTo(this.x(x), this.y(inside(upper(entry))));
-      for (const [x, entry] of points.toReversed?.() ?? [...points].reverse()) pen.lineTo(this.x(x), this.y(inside(lower(entry))));
+      for (const [x, entry] of [...points].reverse()) pen.lineTo(this.x(x), this.y(inside(lower(entry))));
       pen.fill();
       pen.globalAlpha = 1;
       pen.lineWidth = 2.4;
@@ -267,7 +283,7 @@
     /** Light the curve next to the pointer, and say its value. */
     point(event) {
       if (!this.lines || this.isEmpty) return;
-      const box = this.canvas.getBoundingClientRect();
+      const box = this.top.getBoundingClientRect();
       const x = event.clientX - box.left, y = event.clientY - box.top;
       const value = this.left + ((x - this.x0) / (this.x1 - this.x0)) * (this.right - this.left);
       let best = null, nearest = NEAR * NEAR;
@@ -286,11 +302,11 @@
       this.later();
     }
 
-    /** Paint before the next frame, once. */
+    /** Highlight before the next frame, once. */
     later() {
       if (this.isQueued) return;
       this.isQueued = true;
-      requestAnimationFrame(() => { this.isQueued = false; this.paint(); });
+      requestAnimationFrame(() => { this.isQueued = false; this.highlight(); });
     }
   }
 
@@ -316,7 +332,7 @@
 
   report.onChange(redraw);
   report.onLight(() => plots.forEach((plot) => plot.lines && plot.later()));
-  addEventListener("resize", () => plots.forEach((plot) => plot.later()));
+  addEventListener("resize", redraw);
 
   one("#smooth").addEventListener("input", (event) => {
     state.smooth = Number(event.target.value);

@@ -23,8 +23,9 @@
     const mark = markOf(event);
     if (!mark || mark.dataset.r === undefined) return;
     const row = one(`#runs tr[data-r="${mark.dataset.r}"]`);
-    row?.scrollIntoView({ block: "center" });
-    one("input", row)?.focus({ preventScroll: true });
+    if (!row) return;
+    row.scrollIntoView({ block: "center" });
+    one("input", row).focus({ preventScroll: true });
   });
 
   // -- brushes: an interval of an axis chooses the trials that pass through it
@@ -97,6 +98,7 @@
         brush.mark.setAttribute("height", high - low);
         sift();
       });
+      target.addEventListener("pointercancel", () => { start = null; });
       target.addEventListener("pointerup", (event) => {
         if (start !== null && Math.abs(heightOf(event) - start) < 4) clear(axis);
         start = null;

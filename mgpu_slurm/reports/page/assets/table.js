@@ -71,7 +71,7 @@
     if (key !== undefined) return run.config[key];
     const metric = Object.keys(run.metrics).find((each) => each.toLowerCase() === name);
     if (metric === undefined) return undefined;
-    return column(run.metrics[metric][3]).at(-1);
+    return run.last[metric];
   }
 
   const filter = one("#filter");
@@ -98,7 +98,7 @@
     let shown = 0;
     rows.forEach((row, index) => {
       // a run that is only unchecked stays in the table, to be checked again
-      row.classList.toggle("off", !report.isVisible(index) && boxes[index].checked);
+      row.classList.toggle("off", !report.isListed(index));
       shown += report.isVisible(index);
     });
     count.textContent = shown === runs.length ? `${shown} runs` : `${shown} of ${runs.length} runs`;
@@ -132,7 +132,8 @@
       for (const [metric, places] of Object.entries(run.metrics)) {
         const columns = places.map(column);
         for (let i = 0; i < columns[0].length; i++) {
-          lines.push([quoted(run.name), quoted(metric), ...columns.map((values) => values[i])].join(","));
+          // float32 has seven digits
+          lines.push([quoted(run.name), quoted(metric), ...columns.map((values) => Number(values[i].toPrecision(7)))].join(","));
         }
       }
     });
