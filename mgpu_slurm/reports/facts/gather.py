@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import importlib.metadata
-import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -23,9 +22,8 @@ from mgpu_slurm.reports.facts.report_facts import (
     RunFacts,
     SweepFacts,
 )
-from mgpu_slurm.reports.facts.run_reader import RunReader
+from mgpu_slurm.reports.facts.run_reader import ReportFiles, RunReader
 from mgpu_slurm.reports.usage import efficiency
-from mgpu_slurm.reports.usage.advice import Advice
 from mgpu_slurm.reports.usage.ledger import Ledger
 from mgpu_slurm.request.spec import Spec
 from mgpu_slurm.run_folder import records
@@ -65,8 +63,9 @@ def gather(words: Sequence[str], wish: Wish, note: Note = quiet) -> Facts:
     found = _without_repetitions(run_sources.sources(words) if words else _newest(note, warnings))
     own = list(dict.fromkeys(source.own for source in found if source.own is not None and not _is_trial(source)))
     known = current(own, note)
-    use = efficiency.gather(known)
-    reader = RunReader(use, asks=len(known) <= NEWEST, warnings=warnings)
+    reports = ReportFiles()
+    use = efficiency.gather(known, reports_of=reports.reported)
+    reader = RunReader(use, reports, asks=len(known) <= NEWEST, warnings=warnings)
     sweeps: list[SweepFacts] = []
     runs: list[RunFacts] = []
     for source in found:
@@ -89,7 +88,7 @@ def gather(words: Sequence[str], wish: Wish, note: Note = quiet) -> Facts:
         sweeps=sweeps,
         ledger=next(iter(use.ledgers.values()), Ledger()),
         unit=next(iter(use.ledgers), "core"),
-        advice=[*use.advice, *(each for sweep in sweeps for each in _ranges(sweep))],
+        advice=list(use.advice),
         warnings=[*use.warnings, *warnings],
     )
 
@@ -170,29 +169,3 @@ def _judge(runs: Iterable[RunFacts], sweeps: Sequence[SweepFacts], wish: Wish, m
 def _metric(name: str, points: series.Series, declared: Mapping[str, str]) -> MetricFacts:
     direction = declared.get(name) or ("minimize" if is_minimized(name) else "maximize")
     return MetricFacts(points.last, points.best(direction), direction, name not in declared)
-
-
-# -- advice on a search space
-
-NEAR_THE_END = 0.03
-"""Part of a range at its ends in which the best value is too near to them."""
-
-
-def _ranges(sweep: SweepFacts) -> Iterator[Advice]:
-    """Advise to widen a range if the best trial is at its end."""
-    study = sweep.study
-    best = next((trial.row for trial in study.trials if trial.row.number == study.best), None)
-    if best is None or len(study.trials) < 2:
-        return
-    for each in study.parameters:
-        value = best.params.get(each.name)
-        if each.is_choice or not isinstance(value, (int, float)):
-            continue
-        low, high = (float(end) for end in each.ends)
-        if each.is_log and value <= 0:
-            continue
-        place = math.log(value / low) / math.log(high / low) if each.is_log else (value - low) / (high - low)
-        if min(place, 1 - place) <= NEAR_THE_END:
-            end = "lower" if place < 0.5 else "upper"
-            why = f"the best trial has {each.name}={value:.4g}, at the {end} end of {low:.4g} to {high:.4g}: widen it"
-            yield Advice("range", (sweep.run,), "", why)

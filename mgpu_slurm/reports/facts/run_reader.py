@@ -7,6 +7,8 @@ from dataclasses import replace
 from datetime import datetime, timezone
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from mgpu_slurm.core.errors import MgpuError
 from mgpu_slurm.registry import sweep_state
 from mgpu_slurm.reports import attempts as endings
@@ -23,7 +25,7 @@ from mgpu_slurm.reports.facts.report_facts import (
 )
 from mgpu_slurm.reports.usage import efficiency, run_times
 from mgpu_slurm.reports.usage.efficiency import Efficiency, RunUse
-from mgpu_slurm.reports.usage.ledger import OPEN, Ledger
+from mgpu_slurm.reports.usage.ledger import OPEN, Ledger, Reported
 from mgpu_slurm.reports.usage.run_times import AttemptTimes
 from mgpu_slurm.request.spec import Spec, read_spec
 from mgpu_slurm.run_folder import records, states
@@ -38,16 +40,37 @@ STATES_OF_TRIALS = {"COMPLETE": states.COMPLETED, "FAIL": states.FAILED, "WAITIN
 """States of runs by Optuna's states of trials; the others have the same name."""
 
 
+class ReportFiles:
+    """The files of reports: each is read once, although the ledger and the curves of a run need it."""
+
+    def __init__(self) -> None:
+        self._read: dict[RunFolder, series.Reports] = {}
+
+    def reported(self, folder: RunFolder) -> Iterator[tuple[int, int | None, Reported]]:
+        """Yield the reports as a ledger needs them; see `run_times.ReportsOf`."""
+        found = self._read[folder] = series.read(folder.metrics)
+        times = np.rint(found.time * 1000).astype(np.int64).tolist()
+        for time, attempt, progress in zip(times, found.attempt.tolist(), found.progress.tolist(), strict=True):
+            yield time, attempt, Reported(time, progress)
+
+    def take(self, folder: RunFolder) -> series.Reports:
+        """Return the reports of a run, and forget them."""
+        found = self._read.pop(folder, None)
+        return series.read(folder.metrics) if found is None else found
+
+
 class RunReader:
     """Reads runs one by one; what cannot be read becomes a warning."""
 
-    def __init__(self, use: Efficiency, asks: bool, warnings: list[str]) -> None:
+    def __init__(self, use: Efficiency, reports: ReportFiles, asks: bool, warnings: list[str]) -> None:
         """
         Args:
+            reports: what `use` has read already.
             asks: whether accounting is asked about each run that SLURM has restarted.
             warnings: receives what is left out, and why.
         """
         self._use = {each.facts.run: each for each in use.runs}
+        self._reports = reports
         self._asks = asks
         self.trials: list[RunFacts] = []
         self.warnings = warnings
@@ -86,7 +109,7 @@ class RunReader:
     def _points(self, folder: RunFolder, times: Sequence[AttemptTimes]) -> series.Points:
         """Return what a run has reported; of one that reports nothing, what it has written into event files."""
         if folder.metrics.exists():
-            points = series.read(folder.metrics, _spans(times))
+            points = series.points(self._reports.take(folder), _spans(times), folder.metrics.name)
             self._note(folder.run, points.notes)
             return points
         (read,) = history.read([Source(folder.run, folder.group.run, folder.path, folder)], "step")
@@ -196,8 +219,8 @@ def _words(error: BaseException) -> str:
     return str(error) if isinstance(error, MgpuError) else f"{type(error).__name__}: {error}"
 
 
-def _spans(times: Sequence[AttemptTimes]) -> list[tuple[int, float, float]]:
-    return [(each.attempt, each.begin / 1000, each.end / 1000) for each in times]
+def _spans(times: Sequence[AttemptTimes]) -> list[tuple[float, float]]:
+    return [(each.begin / 1000, each.end / 1000) for each in times]
 
 
 def _hand_out(

@@ -7,13 +7,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from mgpu_slurm.core.files import complete_lines
 from mgpu_slurm.core.formatting import counted
-from mgpu_slurm.metrics.event_layout import Floats
+from mgpu_slurm.metrics.event_layout import Floats, Integers
 from mgpu_slurm.reports.aggregation.merging import Curve
 
 AXES = ("progress", "step", "minutes")
@@ -54,32 +54,76 @@ class Points:
     """What was not read, and why."""
 
 
-class _Report(NamedTuple):
-    progress: int
-    step: int
-    time: float
-    attempt: int
-    metrics: dict[str, float]
+@dataclass(frozen=True)
+class Reports:
+    """All that a run has reported, in the order in which it was written, also what a later attempt has made void."""
+
+    progress: Integers
+    step: Integers
+    time: Floats
+    """Seconds since 1970."""
+    attempt: Integers
+    metrics: dict[str, tuple[Integers, Floats]]
+    """By metric, which reports have it, and its values."""
+    damaged: int = 0
+    """Number of lines that cannot be read."""
 
 
-def read(path: Path, spans: Sequence[tuple[int, float, float]]) -> Points:
-    """Return the points in a `metrics.jsonl`; a later attempt replaces all earlier points from its first progress on.
+def read(path: Path) -> Reports:
+    """Return the reports in a `metrics.jsonl`; none if it does not exist."""
+    rows: list[tuple[int, int, float, int]] = []
+    metrics: dict[str, tuple[list[int], list[float]]] = {}
+    damaged = 0
+    for record in _records(path):
+        try:
+            values = {str(name): float(value) for name, value in record["metrics"].items()}
+            time = datetime.fromisoformat(record["time"]).timestamp()
+            row = (int(record["progress"]), int(record["step"]), time, int(record.get("attempt", 1)))
+            if max(map(abs, row)) >= 2**63:
+                raise OverflowError
+        except (ValueError, TypeError, KeyError, AttributeError, OverflowError):
+            damaged += 1
+            continue
+        for name, value in values.items():
+            places, column = metrics.setdefault(name, ([], []))
+            places.append(len(rows))
+            column.append(value)
+        rows.append(row)
+    progress, step, times, attempt = zip(*rows, strict=True) if rows else ((), (), (), ())
+    return Reports(
+        np.asarray(progress, np.int64),
+        np.asarray(step, np.int64),
+        np.asarray(times, np.float64),
+        np.asarray(attempt, np.int64),
+        {name: (np.asarray(places), np.asarray(column)) for name, (places, column) in metrics.items()},
+        damaged,
+    )
+
+
+def points(reports: Reports, spans: Sequence[tuple[float, float]], name: str = "metrics.jsonl") -> Points:
+    """Return the points of a run; a later attempt replaces all earlier points from its first progress on.
 
     Args:
-        spans: number, begin and end of each attempt, in seconds since 1970.
+        spans: begin and end of each attempt, in seconds since 1970.
+        name: of the file.
     """
-    reports, damaged = _reports(path)
     kept = _kept(reports)
-    works = _Work(spans)
-    minutes = [works.minutes(each.time) for each in kept]
-    rows: dict[str, list[tuple[float, float, float, float]]] = {}
-    for report, at in zip(kept, minutes, strict=True):
-        for name, value in report.metrics.items():
-            rows.setdefault(name, []).append((report.progress, report.step, at, value))
-    series = {name: Series(*np.asarray(points, np.float64).T) for name, points in rows.items()}
-    notes = (f"{counted(damaged, 'damaged line')} of {path.name} left out",) if damaged else ()
-    last = kept[-1] if kept else _Report(0, 0, 0.0, 0, {})
-    return Points(series, last.progress, last.step, notes)
+    # by its place in the order of attempts; -1 for a report that is void
+    rank = np.full(len(reports.progress), -1)
+    rank[kept] = np.arange(len(kept))
+    minutes = _minutes_at_work(reports.time, spans)
+    found = {}
+    for metric, (places, values) in reports.metrics.items():
+        ranks = rank[places]
+        order = np.argsort(ranks, kind="stable")[int((ranks < 0).sum()) :]
+        at = places[order]
+        if len(at):
+            axes = (reports.progress[at].astype(np.float64), reports.step[at].astype(np.float64), minutes[at])
+            found[metric] = Series(*axes, values[order])
+    notes = (f"{counted(reports.damaged, 'damaged line')} of {name} left out",) if reports.damaged else ()
+    if not len(kept):
+        return Points(found, notes=notes)
+    return Points(found, int(reports.progress[kept[-1]]), int(reports.step[kept[-1]]), notes)
 
 
 def of_curves(curves: dict[str, Curve]) -> Points:
@@ -94,26 +138,12 @@ def of_curves(curves: dict[str, Curve]) -> Points:
     return Points(found, last, last)
 
 
-def _reports(path: Path) -> tuple[list[_Report], int]:
-    """Return the reports in a file in their order, and the number of lines that cannot be read."""
-    found, damaged = [], 0
+def _records(path: Path) -> Iterator[Any]:
+    """Yield what the lines of a file contain; None for one that is damaged."""
     try:
         lines = complete_lines(path)
     except FileNotFoundError:
-        return [], 0
-    for record in _records(lines):
-        try:
-            metrics = {str(name): float(value) for name, value in record["metrics"].items()}
-            time = datetime.fromisoformat(record["time"]).timestamp()
-            attempt = int(record.get("attempt", 1))
-            found.append(_Report(int(record["progress"]), int(record["step"]), time, attempt, metrics))
-        except (ValueError, TypeError, KeyError, AttributeError, OverflowError):
-            damaged += 1
-    return found, damaged
-
-
-def _records(lines: Sequence[bytes]) -> Iterator[Any]:
-    """Yield what the lines contain; None for one that is damaged."""
+        return
     try:
         # at once, which takes half the time
         yield from json.loads(b"[" + b",".join(lines) + b"]")
@@ -125,25 +155,19 @@ def _records(lines: Sequence[bytes]) -> Iterator[Any]:
                 yield None
 
 
-def _kept(reports: Sequence[_Report]) -> list[_Report]:
-    """Return the reports that no later attempt has made void, by attempt and progress."""
-    kept: list[_Report] = []
-    by_attempt = sorted(reports, key=lambda report: report.attempt)
-    for report in by_attempt:
-        while kept and kept[-1].attempt < report.attempt and kept[-1].progress >= report.progress:
+def _kept(reports: Reports) -> list[int]:
+    """Return the reports that no later attempt has made void, by attempt, and in their order."""
+    kept: list[int] = []
+    progress, attempts = reports.progress.tolist(), reports.attempt.tolist()
+    for place in np.argsort(reports.attempt, kind="stable").tolist():
+        while kept and attempts[kept[-1]] < attempts[place] and progress[kept[-1]] >= progress[place]:
             kept.pop()
-        kept.append(report)
+        kept.append(place)
     return kept
 
 
-class _Work:
-    """How long a run has been at work at a time."""
-
-    def __init__(self, spans: Sequence[tuple[int, float, float]]) -> None:
-        self._spans = sorted((begin, end) for _, begin, end in spans)
-
-    def minutes(self, time: float) -> float:
-        """Return the minutes that the attempts have lasted until then; NaN if no attempt is known."""
-        if not self._spans:
-            return float("nan")
-        return sum(max(0.0, min(end, time) - begin) for begin, end in self._spans) / 60
+def _minutes_at_work(times: Floats, spans: Sequence[tuple[float, float]]) -> Floats:
+    """Return how many minutes the attempts of a run have lasted at each time; NaN if no attempt is known."""
+    if not spans:
+        return np.full(len(times), np.nan)
+    return sum((np.clip(times, begin, max(begin, end)) - begin for begin, end in spans), np.zeros(len(times))) / 60

@@ -17,7 +17,7 @@ from mgpu_slurm.reports.usage import ledger, resource_use, run_times
 from mgpu_slurm.reports.usage.advice import Advice, RunFacts, advice_for, range_advice
 from mgpu_slurm.reports.usage.ledger import Ledger
 from mgpu_slurm.reports.usage.resource_use import Accounted, Asked
-from mgpu_slurm.reports.usage.run_times import AttemptTimes
+from mgpu_slurm.reports.usage.run_times import AttemptTimes, ReportsOf
 from mgpu_slurm.request.spec import Spec, read_spec
 from mgpu_slurm.run_folder import states
 from mgpu_slurm.run_folder.layout import RunFolder
@@ -124,11 +124,14 @@ def chosen(words: Sequence[str], note: Note = quiet) -> list[tuple[RunFolder, Ru
     return [(folder, state) for folder, state in found if folder.group in newest]
 
 
-def gather(found: Sequence[tuple[RunFolder, RunState]], asks: bool = False) -> Efficiency:
+def gather(
+    found: Sequence[tuple[RunFolder, RunState]], asks: bool = False, reports_of: ReportsOf = run_times.reported
+) -> Efficiency:
     """Return what runs used; those that have never started are left out.
 
     Args:
         asks: ask SLURM's accounting about runs that have ended, once for each run, and keep the answer with it.
+        reports_of: see `ReportsOf`.
     """
     warnings: list[str] = []
     sources: list[_Source] = []
@@ -149,14 +152,16 @@ def gather(found: Sequence[tuple[RunFolder, RunState]], asks: bool = False) -> E
     workers = [each for each in sources if each.is_worker]
     for sweep in dict.fromkeys(each.folder.group for each in workers):
         try:
-            by_worker |= _ledgers_of_workers(sweep, [each for each in workers if each.folder.group == sweep])
+            by_worker |= _ledgers_of_workers(
+                sweep, [each for each in workers if each.folder.group == sweep], reports_of
+            )
             of_ranges += _advice_on_ranges(sweep)
         except UNREADABLE as error:
             warnings.append(f"{sweep.run}: its records cannot be read: {error!r}")
     runs = []
     for source in sources:
         try:
-            runs.append(_use(source, by_worker.get(source.folder)))
+            runs.append(_use(source, by_worker.get(source.folder), reports_of))
         except UNREADABLE as error:
             warnings.append(f"{source.folder.run}: its records cannot be read: {error!r}")
     return Efficiency(runs, [*advice_for(run.facts for run in runs), *of_ranges], warnings)
@@ -174,11 +179,11 @@ class _Source:
         return self.spec.kind == "sweep"
 
 
-def _use(source: _Source, of_worker: Sequence[Ledger] | None) -> RunUse:
+def _use(source: _Source, of_worker: Sequence[Ledger] | None, reports_of: ReportsOf) -> RunUse:
     folder, state, attempts = source.folder, source.state, source.attempts
     asked = Asked.of(source.spec.resources)
     if of_worker is None:
-        stretches = run_times.stretches_of(folder, attempts)
+        stretches = run_times.stretches_of(folder, attempts, reports_of)
         of_worker = ledger.of_run(stretches, failed=run_times.has_failed(state))
     # a run that was resumed with other resources may have had another number of nodes
     ledgers = [
@@ -205,14 +210,16 @@ def _use(source: _Source, of_worker: Sequence[Ledger] | None) -> RunUse:
     )
 
 
-def _ledgers_of_workers(sweep: RunFolder, workers: Sequence[_Source]) -> dict[RunFolder, list[Ledger]]:
+def _ledgers_of_workers(
+    sweep: RunFolder, workers: Sequence[_Source], reports_of: ReportsOf
+) -> dict[RunFolder, list[Ledger]]:
     """Return the ledgers of the attempts of a sweep's workers, of one GPU or core."""
     own = {each.folder.task or 0: each for each in workers}
-    attempts = {task: run_times.stretches_of(each.folder, each.attempts) for task, each in own.items()}
+    attempts = {task: run_times.stretches_of(each.folder, each.attempts, reports_of) for task, each in own.items()}
     # the same workers confirm the best trials of their sweep
     first = sweep_state.confirmed_by(sweep)
     confirmation = RunFolder(first.path.with_name(confirmation_of(first.path.name)))
-    trials = [*run_times.trial_runs(first), *run_times.trial_runs(confirmation)]
+    trials = [*run_times.trial_runs(first, reports_of), *run_times.trial_runs(confirmation, reports_of)]
     found = ledger.of_workers(attempts, trials, sweep_file.load(sweep.sweep).trials_per_worker)
     return {own[task].folder: ledgers for task, ledgers in found.items()}
 

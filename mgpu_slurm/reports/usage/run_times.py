@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from itertools import zip_longest
@@ -15,6 +15,9 @@ from mgpu_slurm.run_folder import layout, records, states
 from mgpu_slurm.run_folder.layout import RunFolder
 from mgpu_slurm.run_folder.record_types import Event, RunState
 from mgpu_slurm.run_folder.usage_records import read_saves
+
+ReportsOf = Callable[[RunFolder], Iterable[tuple[int, "int | None", Reported]]]
+"""Returns the reports of a run, with their times and attempts: `reported`, or what has read the file already."""
 
 
 @dataclass(frozen=True)
@@ -105,9 +108,9 @@ def _outcome(ended: Event) -> Outcome:
     return "failed" if code else "completed"
 
 
-def stretches_of(folder: RunFolder, attempts: Sequence[AttemptTimes]) -> list[Stretch]:
+def stretches_of(folder: RunFolder, attempts: Sequence[AttemptTimes], reports_of: ReportsOf) -> list[Stretch]:
     """Return the attempts of a run with their reports and checkpoints."""
-    reports = _by_attempt(attempts, _reports(folder))
+    reports = _by_attempt(attempts, reports_of(folder))
     saves = _by_attempt(attempts, _saves(folder))
     return [
         Stretch(each.begin, each.end, each.outcome, reports.get(place, []), saves.get(place, []))
@@ -115,7 +118,7 @@ def stretches_of(folder: RunFolder, attempts: Sequence[AttemptTimes]) -> list[St
     ]
 
 
-def _reports(folder: RunFolder) -> Iterator[tuple[int, int | None, Reported]]:
+def reported(folder: RunFolder) -> Iterator[tuple[int, int | None, Reported]]:
     """Yield each report with its time and its attempt."""
     for line in read_jsonl(folder.metrics):
         time = milliseconds(line["time"])
@@ -137,7 +140,7 @@ def _saves(folder: RunFolder) -> Iterator[tuple[int, int | None, Save]]:
 
 
 def _by_attempt(
-    attempts: Sequence[AttemptTimes], found: Iterator[tuple[int, int | None, Any]]
+    attempts: Sequence[AttemptTimes], found: Iterable[tuple[int, int | None, Any]]
 ) -> Mapping[int, list[Any]]:
     """Return what was found by the place of its attempt: the one that it names, or that of its time."""
     places = {each.attempt: place for place, each in enumerate(attempts)}
@@ -158,17 +161,17 @@ def has_failed(state: RunState) -> bool:
 # -- sweeps
 
 
-def trial_runs(sweep: RunFolder) -> list[TrialRun]:
+def trial_runs(sweep: RunFolder, reports_of: ReportsOf) -> list[TrialRun]:
     """Return the trials of a sweep, and their runs with several seeds, with their workers."""
     trials = [RunFolder(path) for path in sweep.trials.iterdir()] if sweep.trials.is_dir() else []
-    return [run for trial in trials for run in _runs_of_trial(trial)]
+    return [run for trial in trials for run in _runs_of_trial(trial, reports_of)]
 
 
-def _runs_of_trial(trial: RunFolder) -> Iterator[TrialRun]:
+def _runs_of_trial(trial: RunFolder, reports_of: ReportsOf) -> Iterator[TrialRun]:
     seeds = trial.with_seeds()[1:]
     own = [each for each in _attempts(trial, OPEN, is_alive=False) if each.worker is not None]
     if not seeds:
-        yield _trial_run(trial, own)
+        yield _trial_run(trial, own, reports_of)
         return
     runs = {run: [each for each in _attempts(run, OPEN, is_alive=False) if each.worker is not None] for run in seeds}
     # only the trial records ends: a run ends there, or when the next one begins
@@ -178,11 +181,11 @@ def _runs_of_trial(trial: RunFolder) -> Iterator[TrialRun]:
             replace(each, end=next((end for end in ends if end > each.begin), OPEN), outcome="stopped")
             for each in attempts
         ]
-        yield _trial_run(run, closed)
+        yield _trial_run(run, closed, reports_of)
 
 
-def _trial_run(run: RunFolder, attempts: Sequence[AttemptTimes]) -> TrialRun:
-    stretches = stretches_of(run, attempts)
+def _trial_run(run: RunFolder, attempts: Sequence[AttemptTimes], reports_of: ReportsOf) -> TrialRun:
+    stretches = stretches_of(run, attempts, reports_of)
     has_result = run.result.exists()
     if has_result and stretches and stretches[-1].end < OPEN:
         stretches[-1] = replace(stretches[-1], outcome="completed")
