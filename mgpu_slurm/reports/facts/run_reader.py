@@ -51,7 +51,7 @@ class ReportFiles:
         found = self._read[folder] = series.read(folder.metrics)
         times = np.rint(found.time * 1000).astype(np.int64).tolist()
         for time, attempt, progress in zip(times, found.attempt.tolist(), found.progress.tolist(), strict=True):
-            yield time, attempt, Reported(time, progress)
+            yield time, None if attempt == series.UNKNOWN else attempt, Reported(time, progress)
 
     def take(self, folder: RunFolder) -> series.Reports:
         """Return the reports of a run, and forget them."""

@@ -16,6 +16,9 @@ from mgpu_slurm.core.formatting import counted
 from mgpu_slurm.metrics.event_layout import Floats, Integers
 from mgpu_slurm.reports.aggregation.merging import Curve
 
+UNKNOWN = 0
+"""The attempt of a report that does not name its own."""
+
 AXES = ("progress", "step", "minutes")
 """What the points of a metric may be drawn over."""
 
@@ -63,6 +66,7 @@ class Reports:
     time: Floats
     """Seconds since 1970."""
     attempt: Integers
+    """`UNKNOWN` in runs of version 0.1."""
     metrics: dict[str, tuple[Integers, Floats]]
     """By metric, which reports have it, and its values."""
     damaged: int = 0
@@ -78,7 +82,7 @@ def read(path: Path) -> Reports:
         try:
             values = {str(name): float(value) for name, value in record["metrics"].items()}
             time = datetime.fromisoformat(record["time"]).timestamp()
-            row = (int(record["progress"]), int(record["step"]), time, int(record.get("attempt", 1)))
+            row = (int(record["progress"]), int(record["step"]), time, int(record.get("attempt", UNKNOWN)))
             if max(map(abs, row)) >= 2**63:
                 raise OverflowError
         except (ValueError, TypeError, KeyError, AttributeError, OverflowError):
@@ -160,7 +164,8 @@ def _kept(reports: Reports) -> list[int]:
     kept: list[int] = []
     progress, attempts = reports.progress.tolist(), reports.attempt.tolist()
     for place in np.argsort(reports.attempt, kind="stable").tolist():
-        while kept and attempts[kept[-1]] < attempts[place] and progress[kept[-1]] >= progress[place]:
+        is_new = attempts[place] == UNKNOWN
+        while kept and (is_new or attempts[kept[-1]] < attempts[place]) and progress[kept[-1]] >= progress[place]:
             kept.pop()
         kept.append(place)
     return kept

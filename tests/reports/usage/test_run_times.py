@@ -84,7 +84,9 @@ def test_ledger_of_any_history_adds_up_to_the_time_of_its_attempts(
         folder.saves.write_text("".join(json.dumps(line) + "\n" for line in saves))
         current = RunState(run="run", state=state, ended=ended)
         attempts = run_times.attempts_of(folder, current)
-        found = ledger.of_run(run_times.stretches_of(folder, attempts), failed=run_times.has_failed(current))
+        found = ledger.of_run(
+            run_times.stretches_of(folder, attempts, run_times.reported), failed=run_times.has_failed(current)
+        )
     assert len(attempts) == len([event for event in events if event["event"] == "started"])
     assert all(each.begin <= each.end for each in attempts)
     expected = [Fraction(each.end - each.begin, 1000) for each in attempts]
@@ -146,7 +148,7 @@ def test_reports_of_version_0_1_belong_to_the_attempt_of_their_time(tmp_path: Pa
     reports = [{"time": at(time), "progress": progress, "step": 1} for time, progress in ((5, 1), (25, 1), (35, 2))]
     folder = write(RunFolder(tmp_path / "run"), [], reports)
     attempts = [attempt(1, 0, 10, "lost"), attempt(2, 20, 40, "completed")]
-    first, second = run_times.stretches_of(folder, attempts)
+    first, second = run_times.stretches_of(folder, attempts, run_times.reported)
     assert [each.progress for each in first.reports] == [1]
     assert [each.progress for each in second.reports] == [1, 2]
 
@@ -157,7 +159,7 @@ def test_checkpoint_without_a_record_has_the_time_of_its_folder(tmp_path: Path) 
         folder.checkpoint(step).mkdir(parents=True)
         os.utime(folder.checkpoint(step), times=(START.timestamp() + step,) * 2)
     append_jsonl(folder.saves, {"step": 2, "attempt": 1, "begun": at(1.5), "stood": 0.25, "time": at(2)})
-    (found,) = run_times.stretches_of(folder, [attempt(1, 0, 10, "completed")])
+    (found,) = run_times.stretches_of(folder, [attempt(1, 0, 10, "completed")], run_times.reported)
     assert sorted(found.saves, key=lambda save: save.begun) == [
         Save(milliseconds(1), milliseconds(1), milliseconds(1)),
         Save(milliseconds(1.5), milliseconds(1.75), milliseconds(2)),
@@ -192,7 +194,7 @@ def test_trials_have_the_workers_of_their_attempts(tmp_path: Path) -> None:
     )
     write_trial(sweep.of_trial(1), of_worker(1, 1, 10), ended(1, 12, how="failed: ValueError"), failure=True)
     write_trial(sweep.of_trial(2), of_worker(0, 1, 13))
-    found = sorted(run_times.trial_runs(sweep), key=lambda trial: trial.stretches[0].begin)
+    found = sorted(run_times.trial_runs(sweep, run_times.reported), key=lambda trial: trial.stretches[0].begin)
     assert [(trial.workers, trial.failed) for trial in found] == [([0, 1], False), ([1], True), ([0], False)]
     assert [[stretch.outcome for stretch in trial.stretches] for trial in found] == [
         ["stopped", "completed"],
@@ -207,7 +209,7 @@ def test_seeds_of_a_trial_end_when_the_next_one_begins_or_the_trial_ends(tmp_pat
     write_trial(trial, of_worker(0, 1, 0), ended(1, 9, how="loss 1"), result=True)
     for seed, time in ((0, 1), (1, 5)):
         write_trial(trial.of_seed(seed), of_worker(0, 1, time))
-    found = sorted(run_times.trial_runs(trial.group), key=lambda run: run.stretches[0].begin)
+    found = sorted(run_times.trial_runs(trial.group, run_times.reported), key=lambda run: run.stretches[0].begin)
     times = [(run.stretches[0].begin, run.stretches[0].end) for run in found]
     assert times == [(milliseconds(1), milliseconds(5)), (milliseconds(5), milliseconds(9))]
 
