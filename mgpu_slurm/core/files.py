@@ -99,7 +99,9 @@ def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
     for line in lines:
         # two machines that append at once may tear a line; the other lines are still valid
         with contextlib.suppress(ValueError):
-            yield json.loads(line)
+            record = json.loads(line)
+            if isinstance(record, dict):
+                yield record
 
 
 def complete_lines(path: Path, start: int = 0) -> list[bytes]:

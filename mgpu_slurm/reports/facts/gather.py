@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from mgpu_slurm.core.errors import UserError
+from mgpu_slurm.core.formatting import counted
 from mgpu_slurm.core.retry import Note, quiet
 from mgpu_slurm.registry import lookup, sweep_state
 from mgpu_slurm.registry.current_state import current
@@ -22,7 +23,7 @@ from mgpu_slurm.reports.facts.report_facts import (
     RunFacts,
     SweepFacts,
 )
-from mgpu_slurm.reports.facts.run_reader import ReportFiles, RunReader
+from mgpu_slurm.reports.facts.run_reader import ReportFiles, RunReader, name_of
 from mgpu_slurm.reports.usage import efficiency
 from mgpu_slurm.reports.usage.ledger import Ledger
 from mgpu_slurm.request.spec import Spec
@@ -34,6 +35,9 @@ if TYPE_CHECKING:
 
 NEWEST = 20
 """Number of runs, groups and sweeps that are shown if none is named."""
+
+MOST_NAMES = 5
+"""Number of runs that a warning names."""
 
 _NAME_OF_SUBMISSION = re.compile(r"-\d{8}-\d{6}-[0-9a-f]{4}")
 
@@ -89,7 +93,7 @@ def gather(words: Sequence[str], wish: Wish, note: Note = quiet) -> Facts:
         ledger=next(iter(use.ledgers.values()), Ledger()),
         unit=next(iter(use.ledgers), "core"),
         advice=list(use.advice),
-        warnings=[*use.warnings, *warnings],
+        warnings=[*reader.not_yet_said(use.warnings), *warnings, *_without_metrics(runs)],
     )
 
 
@@ -125,9 +129,19 @@ def _is_trial(source: Source) -> bool:
 
 
 def _title(words: Sequence[str], found: Sequence[Source]) -> str:
-    names = list(dict.fromkeys(source.place if source.own is None else source.own.group.run for source in found))
-    first = short_name(words[0] if len(words) == 1 else names[0])
-    return first if len(names) == 1 else f"{first} and {len(names) - 1} more"
+    names = list(
+        dict.fromkeys(name_of(source.place) if source.own is None else source.own.group.run for source in found)
+    )
+    if len(words) == 1 and len(names) > 1:
+        return name_of(words[0])
+    return short_name(names[0]) + (f" and {len(names) - 1} more" if len(names) > 1 else "")
+
+
+def _without_metrics(runs: Sequence[RunFacts]) -> list[str]:
+    """Return a warning that names the runs that have no curves; for a trial its state and reason say enough."""
+    silent = [run.run for run in runs if not run.series and run.kind != "trial" and run.state != "PENDING"]
+    more = f" and {len(silent) - MOST_NAMES} more" if len(silent) > MOST_NAMES else ""
+    return [f"{counted(len(silent), 'run')} without metrics: {', '.join(silent[:MOST_NAMES])}{more}"] if silent else []
 
 
 def short_name(run: str) -> str:

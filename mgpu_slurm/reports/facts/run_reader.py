@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime, timezone
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -74,6 +75,7 @@ class RunReader:
         self._asks = asks
         self.trials: list[RunFacts] = []
         self.warnings = warnings
+        self._left_out: set[str] = set()
 
     def run(self, folder: RunFolder, state: RunState, specs: dict[RunFolder, Spec]) -> Iterator[RunFacts]:
         try:
@@ -81,7 +83,7 @@ class RunReader:
                 specs[folder.group] = read_spec(folder.group)
             yield self._run(folder, state, specs[folder.group])
         except efficiency.UNREADABLE as error:
-            self.warnings.append(f"{folder.run}: it cannot be read and is left out: {_words(error)}")
+            self._leave_out(folder.run, error)
 
     def _run(self, folder: RunFolder, state: RunState, spec: Spec) -> RunFacts:
         times = run_times.attempts_of(folder, state)
@@ -124,7 +126,7 @@ class RunReader:
             yield RunFacts(
                 run=read.name,
                 kind="trial" if read.state else "foreign",
-                group=None if read.place == read.name else read.place,
+                group=None if name_of(read.place) == read.name else name_of(read.place),
                 state=read.state or states.UNKNOWN,
                 reason="",
                 config=read.config,
@@ -137,7 +139,7 @@ class RunReader:
         try:
             return history.read([source], "step")
         except efficiency.UNREADABLE as error:
-            self.warnings.append(f"{source.name}: it cannot be read and is left out: {_words(error)}")
+            self._leave_out(source.name, error)
             return []
 
     def sweep(self, source: Source, workers: Sequence[tuple[RunFolder, RunState]]) -> Iterator[SweepFacts]:
@@ -148,6 +150,7 @@ class RunReader:
         try:
             study = study_facts.study_facts(folder)
         except efficiency.UNREADABLE as error:
+            self._left_out.add(folder.run)
             self.warnings.append(f"{folder.run}: its study cannot be read and is left out: {_words(error)}")
             return
         pieces: dict[int, list[Piece]] = {folder.task or 0: [] for folder, _ in workers}
@@ -158,7 +161,7 @@ class RunReader:
                     self.trials.append(facts)
                     _hand_out(trial.row.number, times, pieces)
             except efficiency.UNREADABLE as error:
-                self.warnings.append(f"{folder.run}/trials/{trial.row.number}: it is left out: {_words(error)}")
+                self._leave_out(folder.of_trial(trial.row.number).run, error)
         for number, times in _confirming(folder, attempts):
             _hand_out(number, times, pieces, is_confirming=True)
         found = [self._worker(member, state, pieces[member.task or 0]) for member, state in workers]
@@ -211,8 +214,21 @@ class RunReader:
             ledger=Ledger() if use is None else use.facts.ledger,
         )
 
+    def not_yet_said(self, warnings: Iterable[str]) -> list[str]:
+        """Return the warnings about runs that are not left out."""
+        return [each for each in warnings if each.partition(": ")[0] not in self._left_out]
+
+    def _leave_out(self, run: str, error: BaseException) -> None:
+        self._left_out.add(run)
+        self.warnings.append(f"{run}: it cannot be read and is left out: {_words(error)}")
+
     def _note(self, run: str, notes: Iterable[str]) -> None:
         self.warnings += [f"{run}: {note}" for note in notes]
+
+
+def name_of(folder: str) -> str:
+    """Return the name of a folder for people."""
+    return Path(folder).absolute().name
 
 
 def _words(error: BaseException) -> str:

@@ -43,7 +43,7 @@ def check_output(out: Path | None, folder: Path | None) -> None:
 def _check_folder(option: str, folder: Path) -> None:
     if not folder.is_dir():
         raise UserError(f"{option}: there is no folder {folder}: create it, or name another")
-    if not os.access(folder, os.W_OK | os.X_OK):
+    if not os.access(folder, os.W_OK | os.X_OK, effective_ids=True):
         raise UserError(f"{option}: folder {folder} is not yours to write into: name another")
 
 

@@ -6,7 +6,7 @@ import html
 import math
 import re
 
-_NOT_IN_XML = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\ud800-\udfff\ufffe\uffff]")
+_NOT_IN_XML = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff]")
 """Characters that neither UTF-8 nor XML can have."""
 
 
@@ -39,6 +39,8 @@ def number(value: object, digits: int = 4) -> str:
     """Return a value for people: numbers with so many digits, `1.5e-7` for very small and large ones."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return "" if value is None else str(value)
+    if isinstance(value, int) and value.bit_length() > 1000:
+        return str(value)
     if math.isnan(value) or math.isinf(value):
         return str(value)
     if float(value).is_integer() and abs(value) < 10**9:
@@ -46,7 +48,7 @@ def number(value: object, digits: int = 4) -> str:
     if not 1e-3 <= abs(value) < 1e6:
         mantissa, exponent = f"{value:.{digits - 2}e}".split("e")
         return f"{_without_zeros(mantissa)}e{int(exponent)}"
-    return _without_zeros(f"{value:.{digits}g}") if abs(value) < 10**digits - 0.5 else str(round(value))
+    return _without_zeros(f"{value:.{digits}g}") if round(abs(value)) < 10**digits else str(round(value))
 
 
 def _without_zeros(text: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,19 +18,22 @@ COLORS = 8
 
 _MANTISSAS = (1, 2, 2.5, 5, 10)
 
+_SMALLEST, _LARGEST = 1e-290, sys.float_info.max
+"""Numbers from which and up to which an axis can be divided."""
+
 
 def ticks(low: float, high: float, count: int = 5) -> list[float]:
     """Return round numbers from `low` to `high`, about so many."""
-    if not (math.isfinite(low) and math.isfinite(high) and high > low):
-        return [low] if math.isfinite(low) else []
     raw = high / count - low / count
-    # numbers that are this near to each other, or to 0, have no round ones between them
-    if raw < 1e-300 or high - low <= 1e-12 * max(abs(low), abs(high)):
-        return [low]
-    magnitude = 10.0 ** math.floor(math.log10(raw))
-    step = min((mantissa * magnitude for mantissa in _MANTISSAS), key=lambda each: abs(each - raw))
-    first = math.ceil(low / step - 1e-9)
-    return [float(f"{place * step:.12g}") for place in range(first, math.floor(high / step + 1e-9) + 1)]
+    if not (math.isfinite(low) and math.isfinite(high) and raw > _SMALLEST):
+        return [low] if math.isfinite(low) else []
+    exponent = math.floor(math.log10(raw))
+    step = min((mantissa * 10.0**exponent for mantissa in _MANTISSAS), key=lambda each: abs(each - raw))
+    first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
+    # of the digits that a multiple of the step cannot have
+    found = [round(place * step, max(0, 1 - exponent)) for place in range(first, last + 1)]
+    room = step * 1e-9
+    return [each for each in dict.fromkeys(found) if low - room <= each <= high + room]
 
 
 def log_ticks(low: float, high: float) -> list[float]:
@@ -37,10 +41,10 @@ def log_ticks(low: float, high: float) -> list[float]:
     first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
     span = last - first
     factors = (1,) if span > 3 else (1, 2, 5) if span > 1 else (1, 2, 3, 5, 7)
-    powers = [power for power in range(first, last + 1, max(1, span // 5)) if -300 < power < 300]
-    found = [factor * 10.0**power for power in powers for factor in factors]
-    inside = [each for each in found if low * 0.999 <= each <= high * 1.001]
-    return inside if len(inside) > 1 else ticks(low, high, 4)
+    # as text, as a power may be beyond all numbers
+    found = [float(f"{f}e{power}") for power in range(first, last + 1, max(1, span // 5)) for f in factors]
+    found = [each for each in found if low / 1.001 <= each and each / 1.001 <= high]
+    return found if len(found) > 1 else ticks(low, high)
 
 
 @dataclass(frozen=True)
@@ -57,23 +61,23 @@ class Scale:
     def over(values: Sequence[Floats], start: float, stop: float, is_log: bool = False, pad: float = 0.04) -> Scale:
         """Return a scale for all finite values of several curves, a little wider than they are."""
         low, high = finite_range(values, is_log)
-        # rounding errors of a constant are no range
-        if high - low <= 1e-9 * max(abs(low), abs(high)):
-            low, high = (
-                (low / 1.1, high * 1.1)
-                if is_log
-                else (low - (abs(low) * 0.05 or 0.5), high + (abs(high) * 0.05 or 0.5))
-            )
-        elif not is_log:
-            room = min((high - low) * pad, 1e307)
+        if is_log:
+            low, high = (low, high) if high / low > 1 + 1e-9 else (low / 1.1, high * 1.1)
+        else:
+            room = (high - low) * pad
+            # rounding errors of a constant are no range
+            if high - low <= max(_SMALLEST, 1e-9 * max(abs(low), abs(high))):
+                room = abs(low) * 0.05 if abs(low) > _SMALLEST else 0.5
             low, high = low - room, high + room
-        return Scale(low, high, start, stop, is_log)
+        return Scale(max(low, -_LARGEST), min(high, _LARGEST), start, stop, is_log)
 
     def __call__(self, values: Any) -> Any:
         """Return the position of a value, or an array of positions; NaN for what has none."""
         if self.is_log:
             with np.errstate(divide="ignore", invalid="ignore"):
-                share = np.log(np.asarray(values, np.float64) / self.low) / math.log(self.high / self.low)
+                share = (np.log(np.asarray(values, np.float64)) - math.log(self.low)) / (
+                    math.log(self.high) - math.log(self.low)
+                )
         else:
             # in halves, as the difference of two large values may be infinite
             share = (np.asarray(values, np.float64) / 2 - self.low / 2) / (self.high / 2 - self.low / 2)
@@ -88,7 +92,7 @@ def finite_range(values: Sequence[Floats], is_log: bool = False) -> tuple[float,
     """Return the lowest and highest finite value, of a logarithmic axis only of positive ones; 0 and 1 if none."""
     whole = np.concatenate([np.asarray(each, np.float64) for each in values]) if values else np.empty(0)
     whole = whole[np.isfinite(whole)]
-    whole = whole[whole > 0] if is_log else whole
+    whole = whole[whole > _SMALLEST] if is_log else whole
     return (float(whole.min()), float(whole.max())) if len(whole) else (0.1 if is_log else 0.0, 1.0)
 
 
@@ -98,7 +102,7 @@ def path(xs: Floats, ys: Floats) -> str:
     is_down = False
     before = (0, 0)
     is_known = np.isfinite(xs) & np.isfinite(ys)
-    tenths = np.rint(np.clip(np.where(is_known, [xs, ys], 0), -1e5, 1e5) * 10).astype(int).T.tolist()
+    tenths = np.rint(np.clip(np.where(is_known, [xs, ys], 0), -1e4, 1e4) * 10).astype(int).T.tolist()
     for known, (x, y) in zip(is_known.tolist(), tenths, strict=True):
         if not known:
             is_down = False

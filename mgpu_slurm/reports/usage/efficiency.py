@@ -35,7 +35,7 @@ ACCOUNTED_WITHIN = timedelta(minutes=2)
 """Time after the end of a job in which accounting may not have its steps yet."""
 
 
-UNREADABLE = (MgpuError, OSError, ValueError, KeyError, TypeError, AttributeError)
+UNREADABLE = (MgpuError, OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError)
 """Errors by which records of a run are damaged, or of another version: the other runs are shown."""
 
 

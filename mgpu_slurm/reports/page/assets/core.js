@@ -32,21 +32,25 @@ const report = (() => {
       const [mantissa, exponent] = value.toExponential(digits - 2).split("e");
       return `${Number(mantissa)}e${Number(exponent)}`;
     }
-    return String(size < 10 ** digits ? Number(value.toPrecision(digits)) : Math.round(value));
+    return String(Math.round(size) < 10 ** digits ? Number(value.toPrecision(digits)) : Math.round(value));
   }
 
   function ticks(low, high, count = 5) {
-    const raw = (high - low) / count;
-    if (!(raw > 0) || !Number.isFinite(raw)) return [low];
-    const magnitude = 10 ** Math.floor(Math.log10(raw));
-    const steps = [1, 2, 2.5, 5, 10].map((mantissa) => mantissa * magnitude);
+    const raw = high / count - low / count;
+    if (!(raw > 1e-290) || !Number.isFinite(raw)) return [low];
+    const exponent = Math.floor(Math.log10(raw));
+    const steps = [1, 2, 2.5, 5, 10].map((mantissa) => mantissa * 10 ** exponent);
+    const digits = Math.max(0, 1 - exponent);
+    const rounded = (value) => (digits > 100 ? value : Number(value.toFixed(digits)));
     const step = steps.reduce((best, each) => (Math.abs(each - raw) < Math.abs(best - raw) ? each : best));
+    const found = new Set();
     const first = Math.ceil(low / step - 1e-9);
     // numbers of this size have no place for a step between them
     if (first + 1 === first) return [low];
-    const found = [];
-    for (let place = first; place <= high / step + 1e-9; place++) found.push(Number((place * step).toPrecision(12)));
-    return found;
+    for (let place = first; place <= high / step + 1e-9; place++) {
+      found.add(rounded(place * step));
+    }
+    return [...found].filter((each) => low - step * 1e-9 <= each && each <= high + step * 1e-9);
   }
 
   function logTicks(low, high) {
@@ -56,10 +60,10 @@ const report = (() => {
     const factors = span > 3 ? [1] : span > 1 ? [1, 2, 5] : [1, 2, 3, 5, 7];
     const found = [];
     for (let power = first; power <= last; power += Math.max(1, Math.floor(span / 5))) {
-      found.push(...factors.map((factor) => factor * 10 ** power));
+      found.push(...factors.map((factor) => Number(`${factor}e${power}`)));
     }
-    const inside = found.filter((each) => each >= low * 0.999 && each <= high * 1.001);
-    return inside.length > 1 ? inside : ticks(low, high, 4);
+    const inside = found.filter((each) => low / 1.001 <= each && each / 1.001 <= high);
+    return inside.length > 1 ? inside : ticks(low, high);
   }
 
   // -- which runs are visible
