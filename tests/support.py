@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from mgpu_slurm.api import Handle
-from mgpu_slurm.reports import status
+from mgpu_slurm.reports.live import status
 from mgpu_slurm.run_folder.layout import RunFolder
 
 REPOSITORY = Path(__file__).resolve().parents[1]

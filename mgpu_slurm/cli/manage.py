@@ -33,13 +33,15 @@ def status(names: tuple[str, ...], watch: bool, as_json: bool) -> None:
     One line per run, group or sweep. Of a group that you name, each of its runs; of a sweep, its trials and workers.
     """
     from mgpu_slurm.registry import current_state, lookup
-    from mgpu_slurm.reports import status as statuses
+    from mgpu_slurm.reports.live import status as statuses
 
     asked = [lookup.find(name) for name in names]
     if watch:
         if as_json:
             raise UserError("--watch and --json cannot be combined: call `status --json` again, or `wait`")
-        statuses.show(asked, print_note)
+        from mgpu_slurm.reports.live.status_screen import show
+
+        show(asked, print_note)
         return
     found = current_state.current(asked, print_note) if names else lookup.all_states(print_note)
     if as_json:
@@ -102,7 +104,7 @@ def wait(names: tuple[str, ...], timeout: float | None, as_json: bool) -> None:
     """
     from mgpu_slurm import api
     from mgpu_slurm.registry import current_state
-    from mgpu_slurm.reports import status as statuses
+    from mgpu_slurm.reports.live import status as statuses
     from mgpu_slurm.run_folder import states
 
     found = [api.find(name) for name in names]

@@ -66,7 +66,7 @@ def follow_run(
 ) -> None:
     """Print the log of a run, or how the runs of a group begin and end, until the end or Ctrl-C."""
     from mgpu_slurm import api
-    from mgpu_slurm.reports.follow import follow, follow_group
+    from mgpu_slurm.reports.live.follow import follow, follow_group
 
     is_group = isinstance(found, api.Group)
     try:
@@ -85,13 +85,13 @@ def follow_run(
 def print_ending(found: Handle | Group, shown_rank: int | None = None) -> None:
     """Print how a run, a group or a sweep has ended."""
     from mgpu_slurm import api
-    from mgpu_slurm.reports import status as statuses
     from mgpu_slurm.reports import sweep_status
+    from mgpu_slurm.reports.live.status_table import table
     from mgpu_slurm.reports.run_summary import curves_lines, ending_lines
 
     if isinstance(found, api.Study):
         print_lines(sweep_status.ending_lines(found.files, found.all_current))
     elif isinstance(found, api.Group):
-        print_lines([statuses.table(found.all_current, {found.name}, terminal_size()), *curves_lines(found.files)])
+        print_lines([table(found.all_current, {found.name}, terminal_size()), *curves_lines(found.files)])
     else:
         print_lines(ending_lines(found.folder, found.current, shown_rank))

@@ -94,8 +94,10 @@ def time_of(text: str | None) -> datetime | None:
 
 
 def duration(seconds: float) -> str:
-    """Return a length of time in one or two units: `42s`, `3m10s`, `5h02m`, `3d04h`."""
-    seconds = int(max(0, seconds))
+    """Return a length of time in one or two units: `0.4s`, `42s`, `3m10s`, `5h02m`, `3d04h`."""
+    if 0.05 <= seconds < 0.95:
+        return f"{seconds:.1f}s"
+    seconds = 1 if 0.95 <= seconds < 1 else int(max(0, seconds))
     if seconds < 60:
         return f"{seconds}s"
     if seconds < 3600:

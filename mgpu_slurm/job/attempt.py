@@ -108,6 +108,7 @@ def run_attempt(folder: RunFolder, spec: Spec, launch: Launch) -> Ending:
     records.settle_event(folder, "started", **started, **retry_policy.checkpoint_fact(folder))
     began = records.read_state(folder).started or records.now()
     first_started = next((event.time for event in records.events(folder) if event.event == "started"), began)
+    fresh = {"total": None, "pace": None, "reported": None}
     records.settle_state(
         folder,
         state="RUNNING",
@@ -117,6 +118,7 @@ def run_attempt(folder: RunFolder, spec: Spec, launch: Launch) -> Ending:
         started=began,
         first_started=first_started,
         ended=None,
+        **fresh,
     )
     # the previous attempt's failure is over
     folder.failure.unlink(missing_ok=True)

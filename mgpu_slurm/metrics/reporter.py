@@ -118,6 +118,15 @@ class Reporter:
         for sink in self._sinks:
             sink.report(report)
 
+    def expect(self, total: int, progress: int | None = None) -> None:
+        """Pass on the progress at which the training ends.
+
+        Args:
+            progress: that of the training, if a unit of it begins now.
+        """
+        for sink in self._sinks:
+            sink.expect(total, progress)
+
     def step_done(self, step: int) -> None:
         """Pass the step to the sinks, at most once per interval."""
         if time.monotonic() - self._passed_at >= LIVE_STATE_INTERVAL:

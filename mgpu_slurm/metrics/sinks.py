@@ -15,6 +15,7 @@ from typing import Any
 from mgpu_slurm.core import log_lines
 from mgpu_slurm.core.files import append_jsonl
 from mgpu_slurm.metrics.event_writer import EventWriter
+from mgpu_slurm.metrics.pace import Pace
 from mgpu_slurm.rank import crash
 from mgpu_slurm.run_folder.layout import RunFolder
 from mgpu_slurm.run_folder.records import read_state, update_state
@@ -45,6 +46,13 @@ class Sink(ABC):
     @abstractmethod
     def report(self, report: Report) -> None:
         """Take a report. The training waits for it."""
+
+    def expect(self, total: int, progress: int | None) -> None:  # noqa: B027
+        """Take the progress at which the training ends.
+
+        Args:
+            progress: that of the training, if a unit of it begins now.
+        """
 
     def step_done(self, step: int) -> None:  # noqa: B027
         """Take the number of steps done; called about once per second."""
@@ -91,6 +99,10 @@ class Tolerant(Sink):
     def report(self, report: Report) -> None:
         self._due.append(report)
         self._report_due()
+
+    def expect(self, total: int, progress: int | None) -> None:
+        with self._tolerance.guard():
+            self._sink.expect(total, progress)
 
     def step_done(self, step: int) -> None:
         self._report_due()
@@ -198,9 +210,22 @@ class LiveState(Sink):
         self._is_wanted = threading.Event()
         self._is_closed = threading.Event()
         self._thread: threading.Thread | None = None
+        self._pace = Pace()
+
+    def expect(self, total: int, progress: int | None) -> None:
+        if progress is not None:
+            self._pace.begin(progress)
+        self._show(total=total)
 
     def report(self, report: Report) -> None:
-        self._show(step=report.step, progress=report.progress, metrics=report.metrics, curves=report.curves)
+        self._show(
+            step=report.step,
+            progress=report.progress,
+            metrics=report.metrics,
+            curves=report.curves,
+            reported=report.time,
+            pace=self._pace.reported(report.progress),
+        )
 
     def step_done(self, step: int) -> None:
         self._show(step=step)

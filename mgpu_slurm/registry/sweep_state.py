@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from datetime import datetime
+from itertools import chain
 
 from mgpu_slurm.core import files
 from mgpu_slurm.core.formatting import counted
@@ -124,6 +127,11 @@ class SweepState(RunState):
     best: TrialSummary | None = None
     front: tuple[TrialSummary, ...] = ()
     workers: Sequence[RunState] = ()
+    left: float | None = None
+    """About how many seconds the remaining trials take; None if that is unknown."""
+
+    def seconds_left(self, now: datetime) -> float | None:
+        return self.left
 
 
 def state_of(folder: RunFolder, workers: Sequence[RunState]) -> SweepState:
@@ -149,7 +157,20 @@ def state_of(folder: RunFolder, workers: Sequence[RunState]) -> SweepState:
         best=best,
         front=summary.front,
         workers=workers,
+        left=seconds_left(workers, summary),
     )
+
+
+def seconds_left(workers: Sequence[RunState], summary: SweepSummary) -> float | None:
+    """Return an estimate for the remaining trials, from those that have ended; None if that is unknown."""
+    at_work = chain.from_iterable(worker.by_process() for worker in workers if worker.state == states.RUNNING)
+    running = sum(each.trial is not None for each in at_work)
+    lengths = [trial.seconds for trial in summary.recent if trial.seconds is not None]
+    # how many paused trials will be promoted is unknown
+    if not running or not lengths or summary.over is not None or summary.trials["PAUSED"]:
+        return None
+    rounds = math.ceil(summary.trials["WAITING"] / running) + (1 if summary.trials["RUNNING"] else 0) / 2
+    return rounds * sum(lengths) / len(lengths)
 
 
 def reason(workers: Sequence[RunState], summary: SweepSummary, state: str) -> str:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from datetime import datetime, timezone
 from itertools import chain
 from pathlib import Path
 
 from mgpu_slurm.core.formatting import cut, duration, program, short_path, short_value, time_of
-from mgpu_slurm.registry.sweep_state import is_confirmation, overall, reason, summary_of
+from mgpu_slurm.registry.sweep_state import is_confirmation, overall, reason, seconds_left, summary_of
 from mgpu_slurm.request.spec import read_spec
 from mgpu_slurm.run_folder import records, states
 from mgpu_slurm.run_folder.layout import RunFolder
@@ -149,16 +148,8 @@ def _seconds(worker: RunState, now: datetime) -> float:
 
 
 def _left(workers: Sequence[RunState], summary: SweepSummary) -> list[str]:
-    """Return the estimated time for the remaining trials, from those that have ended."""
-    at_work = chain.from_iterable(worker.by_process() for worker in workers if worker.state == states.RUNNING)
-    running = sum(each.trial is not None for each in at_work)
-    lengths = [trial.seconds for trial in summary.recent if trial.seconds is not None]
-    left = summary.trials["WAITING"]
-    # how many paused trials will be promoted is unknown
-    if not running or not lengths or summary.over is not None or summary.trials["PAUSED"]:
-        return []
-    rounds = math.ceil(left / running) + (1 if summary.trials["RUNNING"] else 0) / 2
-    return [f"ETA       about {duration(rounds * sum(lengths) / len(lengths))}"]
+    left = seconds_left(workers, summary)
+    return [] if left is None else [f"ETA       about {duration(left)}"]
 
 
 def _workers(workers: Sequence[RunState]) -> list[str]:

@@ -8,7 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from datetime import datetime
 from typing import Any, TypeVar
+
+from mgpu_slurm.core.formatting import time_of
 
 D = TypeVar("D")
 R = TypeVar("R", bound="Record")
@@ -89,6 +92,12 @@ class RunState(Record):
     """The progress that the training last reported, such as its epoch."""
     metrics: Mapping[str, float | str] = field(default_factory=dict)
     """The last value of each metric; text for those of a group, with mean and spread."""
+    total: int | None = optional()
+    """The progress at which the training ends, if it has said so in this attempt."""
+    pace: Sequence[float] | None = optional()
+    """Seconds for one unit of progress, and from one report to the next: medians of this attempt's last reports."""
+    reported: str | None = optional()
+    """When the last report of this attempt was made."""
     submitted: str | None = None
     """ISO 8601 with the time zone, as all times here."""
     started: str | None = None
@@ -126,6 +135,16 @@ class RunState(Record):
         if not self.processes:
             return [self]
         return [replace(self, **self.processes[number]) for number in sorted(self.processes, key=int)]
+
+    def seconds_left(self, now: datetime) -> float | None:
+        """Return for about how long the training continues, judged by its last reports; None if that is unknown."""
+        reported = time_of(self.reported)
+        if self.state != "RUNNING" or self.total is None or self.pace is None or reported is None:
+            return None
+        of_one, to_next = self.pace
+        # a report that is late does not bring the end any nearer
+        since = min((now - reported).total_seconds(), to_next)
+        return max(0.0, (self.total - self.progress) * of_one - since)
 
     def updated(self, change: StateChange) -> RunState:
         """Return the state with the values that a change knows."""

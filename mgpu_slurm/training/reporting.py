@@ -48,12 +48,21 @@ class Reporting:
         self._loop_control = loop_control
         self._collectives = collectives
 
-    def report(self, progress: SupportsIndex, metrics: Mapping[str, object]) -> None:
+    def report(
+        self, progress: SupportsIndex, metrics: Mapping[str, object], total: SupportsIndex | None = None
+    ) -> None:
         """See `Run.report`."""
         try:
             progress = operator.index(progress)
         except TypeError:
             raise UserError(f"run.report({progress!r}): progress must be an integer, such as the epoch") from None
+        try:
+            total = None if total is None else operator.index(total)
+        except TypeError:
+            raise UserError(
+                f"run.report(total={total!r}): total must be an integer, the progress at the end: give a metric"
+                " another name"
+            ) from None
         position, saver = self._position, self._loop_control.saver
         numbers = as_numbers(metrics)
         if self._reporter is not None and self._loop_control.keeps and saver.hear_report(position.step, numbers):
@@ -66,6 +75,8 @@ class Reporting:
             )
         position.progress, position.metrics = progress, numbers
         if self._reporter is not None:
+            if total is not None:
+                self._reporter.expect(total)
             self._reporter.report(progress, position.step, numbers, self._curves(ranks))
         if self._judge is not None:
             self._obey(self._judge)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -27,9 +28,10 @@ from mgpu_slurm.training.step_counter import StepCounter
 class State:
     """The progress of a run after `restore`: at the start, or at the checkpoint it was restored from."""
 
-    def __init__(self, position: Position, loop_control: LoopControl) -> None:
+    def __init__(self, position: Position, loop_control: LoopControl, reporter: Reporter | None) -> None:
         self._position = position
         self._loop_control = loop_control
+        self._reporter = reporter
 
     @property
     def step(self) -> int:
@@ -47,6 +49,10 @@ class State:
 
         The end of each epoch is a boundary: a checkpoint is written, and a requested stop takes place.
         """
+        if self._reporter is not None:
+            # one that continues in the middle of an epoch works for a part of the time
+            begins = not self._position.continues_in_pass
+            self._reporter.expect(operator.index(total), self._position.progress if begins else None)
         return self._loop_control.epochs(total)
 
 
@@ -100,7 +106,7 @@ class Restorer:
         if newest is not None:
             self._load(newest)
         self._found_size.begin_with(self._first_of_rank_0())
-        return State(self._position, self._loop_control)
+        return State(self._position, self._loop_control, self._reporter)
 
     def _load(self, key: CheckpointKey) -> None:
         names = [*self._keeper.objects, *([self._position.loader_name] if self._position.loader is not None else [])]

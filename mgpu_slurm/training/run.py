@@ -310,7 +310,7 @@ class Run:
         self._loop_control.meters[name] = meter
         return meter
 
-    def report(self, progress: SupportsIndex, **metrics: Any) -> None:
+    def report(self, progress: SupportsIndex, *, total: SupportsIndex | None = None, **metrics: Any) -> None:
         """Report metrics to TensorBoard, `metrics.jsonl`, standard output and `status`.
 
         Collective: every rank must call it; rank 0's values are used. It does not return if a sweep prunes the trial.
@@ -318,9 +318,10 @@ class Run:
         Args:
             progress: number of finished units of work (usually epochs), from 1, strictly increasing; any integer type,
                 such as NumPy's.
+            total: progress at the end, for `status`; `state.epochs` passes it on itself.
             metrics: numbers, or tensors of one element.
         """
-        self._parts.reporting.report(progress, metrics)
+        self._parts.reporting.report(progress, metrics, total)
 
     # -- keeping the work
 

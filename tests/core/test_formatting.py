@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from mgpu_slurm.core.errors import UserError
-from mgpu_slurm.core.formatting import human_size, parse_size
+from mgpu_slurm.core.formatting import duration, human_size, parse_size
 
 
 @pytest.mark.parametrize(
@@ -58,3 +58,11 @@ def test_human_size_has_three_digits_at_most(size: int, text: str) -> None:
 def test_parse_size_reads_what_human_size_writes() -> None:
     for size in (0, 512, 1500, 2_500_000, 120_000_000, 7 * 10**12):
         assert parse_size(human_size(size)) == size
+
+
+@pytest.mark.parametrize(
+    ("seconds", "shown"),
+    [(0, "0s"), (0.04, "0s"), (0.26, "0.3s"), (0.97, "1s"), (1.9, "1s"), (190, "3m10s"), (-1, "0s")],
+)
+def test_duration_has_one_or_two_units(seconds: float, shown: str) -> None:
+    assert duration(seconds) == shown

@@ -23,8 +23,8 @@ from mgpu_slurm.run_folder.layout import RunFolder
 from tests.support import REPOSITORY, Project, log, make_project, processes_of, wait_until
 
 STATUS_NAMES = [
-    *("run", "kind", "state", "job_id", "attempts", "nodes", "ranks", "step", "progress", "metrics"),
-    *("curves", "submitted", "started", "ended", "reason", "group"),
+    *("run", "kind", "state", "job_id", "attempts", "nodes", "ranks", "step", "progress", "total", "metrics"),
+    *("curves", "submitted", "started", "ended", "reason", "group", "left_seconds"),
 ]
 RUN_NAME = r"digits-\d{8}-\d{6}-[0-9a-f]{4}"
 STEPS = 45
@@ -103,8 +103,8 @@ def test_status_json_has_the_stable_field_names(digits: Submitted) -> None:
     (facts,) = digits.project.json("status", digits.folder.name)
     assert list(facts) == STATUS_NAMES
     expected = {"run": digits.folder.name, "kind": "run", "state": "COMPLETED", "attempts": 1, "nodes": 2, "ranks": 2}
-    assert expected | {"step": 2 * STEPS, "progress": 2, "reason": ""} == {
-        name: facts[name] for name in [*expected, "step", "progress", "reason"]
+    assert expected | {"step": 2 * STEPS, "progress": 2, "total": 2, "left_seconds": None, "reason": ""} == {
+        name: facts[name] for name in [*expected, "step", "progress", "total", "left_seconds", "reason"]
     }
     assert facts["job_id"].isdigit()
     assert set(facts["metrics"]) == {"accuracy", "loss"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,20 @@ def test_state_is_written_without_another_call(folder: RunFolder) -> None:
     live.step_done(4)
     wait_until(lambda: [getattr(records.read_state(folder), name) for name in ("step", "progress")] == [4, 2])
     live.close(4)
+
+
+def test_state_says_when_the_training_ends(folder: RunFolder) -> None:
+    live = LiveState(folder, 1, Tolerance())
+    live.expect(10, 0)
+    wait_until(lambda: records.read_state(folder).total == 10)
+    live.report(Report(1, 3, records.now(), 1, {}))
+    live.close(3)
+    state = records.read_state(folder)
+    assert state.pace is not None
+    reported = datetime.fromisoformat(state.reported or "")
+    assert state.seconds_left(reported) == pytest.approx(9 * state.pace[0])
+    # a training that makes no progress does not come nearer to its end
+    assert state.seconds_left(reported + timedelta(hours=1)) == pytest.approx(8 * state.pace[0], abs=1e-5)
 
 
 def test_report_does_not_wait_for_the_state_file(folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:

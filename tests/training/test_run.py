@@ -12,6 +12,8 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from mgpu_slurm.core.errors import UserError
+from mgpu_slurm.run_folder.layout import RunFolder
+from mgpu_slurm.run_folder.records import read_state
 from mgpu_slurm.training.run import Run
 from tests.ranks import run_ranks
 
@@ -208,6 +210,20 @@ def test_meter_is_the_mean_over_all_samples_of_all_ranks(world_size: int) -> Non
 def test_non_numeric_metric_is_named_in_the_error(tmp_path: Path) -> None:
     (answer,) = run_ranks(_reports_text, 1, folder=tmp_path, may_fail=True)
     assert answer == "TypeError: metric 'loss': expected a number, got 'low'"
+
+
+def _reports_with_total(run: Run, total: object) -> None:
+    run.report(1, loss=0.5, total=total)
+    run.close()
+
+
+def test_report_takes_the_progress_at_the_end(tmp_path: Path) -> None:
+    (tmp_path / "state.json").write_text("{}")
+    run_ranks(_reports_with_total, 1, 40, folder=tmp_path)
+    assert read_state(RunFolder(tmp_path)).total == 40
+    # a metric of that name, which is no number of epochs
+    (answer,) = run_ranks(_reports_with_total, 1, 0.25, folder=tmp_path, may_fail=True)
+    assert "run.report(total=0.25): total must be an integer" in answer
 
 
 def _reports_text(run: Run) -> None:

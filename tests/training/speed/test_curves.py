@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.data import Dataset, TensorDataset
 
 from mgpu_slurm.core.files import read_json, read_jsonl
-from mgpu_slurm.reports import status
+from mgpu_slurm.reports.live import status
 from mgpu_slurm.request.parallelism import Layout
 from mgpu_slurm.run_folder.layout import RunFolder
 from mgpu_slurm.run_folder.speed_records import Interval

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
+from datetime import datetime, timezone
 
 import pytest
 
-from mgpu_slurm.reports import status
+from mgpu_slurm.reports.live import status, status_screen, status_table
 from mgpu_slurm.run_folder.record_types import RunState
 
 
@@ -25,34 +26,54 @@ def test_metrics_of_a_group_are_shown_as_mean_and_spread(losses: list[float], to
     runs = [
         RunState(run=f"group/{place}", state="COMPLETED", metrics={"loss": loss}) for place, loss in enumerate(losses)
     ]
-    line = status.overview(runs).splitlines()[1]
+    line = status_table.overview(runs).splitlines()[1]
     assert line.split()[0] == "group"
     assert line.endswith(f" COMPLETED  loss={told}")
 
 
 def test_small_terminal_shows_live_runs_and_the_newest_of_the_rest() -> None:
     runs = [RunState(run=f"run-{place}", state="RUNNING" if place in (3, 18) else "COMPLETED") for place in range(20)]
-    lines = status.overview(runs, os.terminal_size((40, 10))).splitlines()
+    lines = status_table.overview(runs, os.terminal_size((40, 10))).splitlines()
     assert [line.split()[0] for line in lines[1:-1]] == ["run-0", "run-1", "run-2", "run-3", "run-4", "run-5", "run-18"]
     assert lines[-1].startswith("and 13 older ones that have ended")
     assert max(map(len, lines[:-1])) <= 40
-    assert len(status.overview(runs).splitlines()) == 21
+    assert len(status_table.overview(runs).splitlines()) == 21
 
 
 def test_reason_comes_before_metrics_and_zero_progress_is_not_shown() -> None:
     run = RunState(run="run", state="FAILED", reason="rank 1 on n2: ValueError", metrics={"loss": 0.5}, step=3)
-    _, line = status.table([run]).splitlines()
+    _, line = status_table.table([run]).splitlines()
     assert line.split(maxsplit=5) == ["run", "FAILED", "0", "1x1", "3", "rank 1 on n2: ValueError  loss=0.5"]
 
 
 def test_part_of_a_group_is_not_summarized() -> None:
     runs = [RunState(run=f"group/{place}", state="RUNNING") for place in range(2)]
-    assert [line.split()[0] for line in status.table(runs[:1]).splitlines()] == ["RUN", "group/0"]
-    assert [line.split()[0] for line in status.table(runs, {"group"}).splitlines()[1:]] == [
+    assert [line.split()[0] for line in status_table.table(runs[:1]).splitlines()] == ["RUN", "group/0"]
+    assert [line.split()[0] for line in status_table.table(runs, {"group"}).splitlines()[1:]] == [
         "group/0",
         "group/1",
         "group",
     ]
+
+
+def test_progress_and_time_left_are_shown_of_runs_that_say_their_total() -> None:
+    now = datetime.now(timezone.utc).isoformat()
+    known = {"total": 10, "pace": [60.0, 60.0], "reported": now}
+    runs = [RunState(run=f"group/{place}", state="RUNNING", progress=place, **known) for place in (4, 5)]
+    header, *lines = [line.split() for line in status_table.table(runs, {"group"}).splitlines()]
+    assert header == ["RUN", "STATE", "ATTEMPT", "RANKS", "PROGRESS", "LEFT", "REASON,", "METRICS"]
+    # that of the group is that of its slowest run
+    assert [line[:6] for line in lines] == [
+        ["group/4", "RUNNING", "0", "1x1", "4/10", "5m59s"],
+        ["group/5", "RUNNING", "0", "1x1", "5/10", "4m59s"],
+        ["group", "RUNNING", "0", "1x1", "4/10", "5m59s"],
+    ]
+    assert status.facts(runs[0])["left_seconds"] == pytest.approx(360, abs=10)
+    # one run of the group may take any time
+    waiting = [*runs, RunState(run="group/6", state="PENDING")]
+    assert status_table.summary("group", waiting).seconds_left(datetime.now(timezone.utc)) is None
+    ended = [*runs, RunState(run="group/6", state="COMPLETED", progress=10, **known)]
+    assert status_table.summary("group", ended).seconds_left(datetime.now(timezone.utc)) == pytest.approx(360, abs=10)
 
 
 LONG = "train-imagenet-resnet50-long-schedule-20261121-115015-eb8f"
@@ -79,7 +100,7 @@ RUNS = [
 
 @pytest.mark.parametrize("columns", [80, 100])
 def test_overview_with_reasons_and_metrics_fits_the_terminal(columns: int) -> None:
-    header, first, long, failed = status.overview(RUNS, os.terminal_size((columns, 24))).splitlines()
+    header, first, long, failed = status_table.overview(RUNS, os.terminal_size((columns, 24))).splitlines()
     assert max(map(len, (header, first, long, failed))) <= columns
     assert header.endswith("REASON, METRICS")
     assert first.startswith("digits-20261121-115015-eb8f   RUNNING ")
@@ -92,7 +113,7 @@ def test_overview_with_reasons_and_metrics_fits_the_terminal(columns: int) -> No
 
 
 def test_named_run_is_shown_in_full_in_a_narrow_terminal() -> None:
-    lines = status.table(RUNS, room=os.terminal_size((80, 24))).splitlines()
+    lines = status_table.table(RUNS, room=os.terminal_size((80, 24))).splitlines()
     assert max(map(len, lines)) <= 80
     assert f"    {LONG}" in lines
     assert "    accuracy=0.7" in lines
@@ -100,16 +121,19 @@ def test_named_run_is_shown_in_full_in_a_narrow_terminal() -> None:
     assert 60 * "x" in "".join(line.strip() for line in lines)
     # as much as fits: the rest has a line each
     assert lines[0].split() == ["RUN", "STATE", "ATTEMPT", "STEP", "PROGRESS", "TIME"]
-    wide = status.table(RUNS, room=os.terminal_size((300, 24)))
-    assert wide == status.table(RUNS)
+    wide = status_table.table(RUNS, room=os.terminal_size((300, 24)))
+    assert wide == status_table.table(RUNS)
     assert LONG in wide.splitlines()[2]
 
 
 def test_full_screen_says_how_many_lines_are_left_out() -> None:
     told = [f"line {number}" for number in range(10)]
-    assert status.fitting(told, os.terminal_size((80, 11))) == told
-    assert status.fitting(told, os.terminal_size((80, 5))) == [*told[:3], "... 7 more lines (enlarge the window)"]
-    assert status.fitting(told, os.terminal_size((8, 2))) == ["line 0", "... 9 mo"]
+    assert status_screen.fitting(told, os.terminal_size((80, 11))) == told
+    assert status_screen.fitting(told, os.terminal_size((80, 5))) == [
+        *told[:3],
+        "... 7 more lines (enlarge the window)",
+    ]
+    assert status_screen.fitting(told, os.terminal_size((8, 2))) == ["line 0", "... 9 mo"]
 
 
 def test_speed_of_a_run_on_gpus_shows_how_busy_they_are() -> None:
