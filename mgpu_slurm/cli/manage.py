@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import sys
 import time
+from collections.abc import Collection, Iterable
+from typing import TYPE_CHECKING
 
 import click
 
@@ -21,6 +23,9 @@ from mgpu_slurm.cli.output import (
 )
 from mgpu_slurm.core.errors import UserError
 from mgpu_slurm.core.formatting import counted, program
+
+if TYPE_CHECKING:
+    from mgpu_slurm.run_folder.layout import RunFolder
 
 
 @click.command()
@@ -52,43 +57,60 @@ def status(names: tuple[str, ...], watch: bool, as_json: bool) -> None:
 
 @click.command()
 @click.argument("name", metavar="RUN")
-@click.option("--rank", type=int, default=0, show_default=True, help="Which rank's log.")
+@click.option("--rank", metavar="RANKS", help="Which ranks' logs: 3, 0,4-7 or all.  [default: 0; with --grep, all]")
+@click.option("--tail", type=click.IntRange(min=0), metavar="N", help="Only the last N lines of each rank.")
+@click.option("--grep", metavar="REGEX", help="Only lines that match a regular expression.")
 @click.option("--follow", is_flag=True, help="Keep printing new output until the run ends.")
 @click.option("--launch", is_flag=True, help="Print the log of the batch script or supervisor instead.")
-def logs(name: str, rank: int, follow: bool, launch: bool) -> None:
+def logs(name: str, rank: str | None, tail: int | None, grep: str | None, follow: bool, launch: bool) -> None:
     """Print a rank's output, over all attempts.
 
-    With --follow, until the run ends. For a group: when its runs start and end.
+    Lines of several ranks begin with the rank. With --follow, until the run ends. For a group: when its runs start and
+    end.
     """
     from mgpu_slurm import api
     from mgpu_slurm.registry import lookup
-    from mgpu_slurm.run_folder import records
+    from mgpu_slurm.reports.live import log_view
 
+    pattern = None if grep is None else log_view.pattern_of(grep)
     if launch:
-        for path in lookup.launch_logs(lookup.find(name)):
-            print(path.read_text(errors="replace"), end="")
+        view = log_view.LogView(tail=tail, pattern=pattern)
+        _print_texts(log_view.of_files(lookup.launch_logs(lookup.find(name)), view))
         return
     handle = api.find(name) if follow else api.find_run(name)
     if isinstance(handle, api.Group):
+        if (rank, tail, grep) != (None, None, None):
+            raise UserError(f"{handle.name} has several runs: --rank, --tail and --grep are for the logs of one")
         follow_run(handle)
         return
-    folder = handle.files
-    ranks = records.read_state(folder).ranks
-    # a resumed run may have had more
-    if not 0 <= rank < ranks and not handle.logs(rank):
-        raise UserError(f"--rank {rank}: run {folder.run} has ranks 0 to {ranks - 1}")
+    ranks = log_view.ranks_of(rank or ("0" if grep is None else "all"), handle.files)
+    view = log_view.LogView(ranks, tail, pattern)
     if follow:
-        follow_run(handle, rank)
+        follow_run(handle, view)
         return
-    from mgpu_slurm.reports.run_summary import rank_warnings, warning_lines
+    if not _print_texts(log_view.shown(handle.files, view)):
+        what = "printed nothing" if grep is None else f"printed no line that matches {grep!r}"
+        who, verb = (f"rank {ranks[0]}", "has") if len(ranks) == 1 else (f"{len(ranks)} ranks", "have")
+        print_note(f"{who} of run {handle.name} {verb} {what}; the run is {handle.state}")
+    _print_warnings(handle.files, without=ranks)
 
-    text = handle.logs(rank)
-    if not text:
-        print_note(f"rank {rank} of run {folder.run} has printed nothing; the run is {handle.state}")
-    print(text, end="")
-    # beside the log, which stays what the rank has printed
+
+def _print_texts(texts: Iterable[str]) -> bool:
+    """Print pieces of text; return whether there was any."""
+    is_empty = True
+    for text in texts:
+        print(text, end="")
+        is_empty = is_empty and not text
+    return not is_empty
+
+
+def _print_warnings(folder: RunFolder, without: Collection[int]) -> None:
+    """Print the warnings of other ranks beside the log, which stays what the ranks have printed."""
+    from mgpu_slurm.reports.run_summary import rank_warnings, warning_lines
+    from mgpu_slurm.run_folder import records
+
     newest = records.attempts_started(folder)
-    found = [each for each in rank_warnings(folder) if each.rank != rank and each.attempt == newest]
+    found = [each for each in rank_warnings(folder) if each.rank not in without and each.attempt == newest]
     for line in warning_lines(found):
         print(f"-- warning: {line}", file=sys.stderr)
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from mgpu_slurm.core.formatting import program
 
 if TYPE_CHECKING:
     from mgpu_slurm.api import Group, Handle
+    from mgpu_slurm.reports.live.log_view import LogView
 
 PROGRAM = "mgpu-slurm"
 INTERRUPTED = 130
@@ -62,28 +63,47 @@ def follow_to_the_end(name: str, quiet: bool = False, after_attempt: int = 0, wi
 
 
 def follow_run(
-    found: Handle | Group, rank: int = 0, quiet: bool = False, after_attempt: int = 0, without: Iterable[int] = ()
+    found: Handle | Group,
+    view: LogView | None = None,
+    quiet: bool = False,
+    after_attempt: int = 0,
+    without: Iterable[int] = (),
 ) -> None:
-    """Print the log of a run, or how the runs of a group begin and end, until the end or Ctrl-C."""
-    from mgpu_slurm import api
-    from mgpu_slurm.reports.live.follow import follow, follow_group
+    """Print the log of a run, or how the runs of a group begin and end, until the end or Ctrl-C.
 
+    Args:
+        view: the ranks and lines to show; None for all of rank 0.
+    """
+    from mgpu_slurm import api
+    from mgpu_slurm.core import retry
+    from mgpu_slurm.reports.live.follow import ONE_RANK, follow, follow_group
+    from mgpu_slurm.reports.live.progress_line import ProgressLine
+
+    view = view or ONE_RANK
     is_group = isinstance(found, api.Group)
     try:
-        for text in follow_group(found.files, without) if is_group else follow(found.files, rank, after_attempt):
-            if not quiet:
-                print(text, end="", flush=True)
+        with ProgressLine(sys.stdout) as screen:
+            draw = retry.quiet if quiet else screen.draw
+            for text in (
+                follow_group(found.files, without, draw) if is_group else follow(found.files, view, after_attempt, draw)
+            ):
+                if not quiet:
+                    screen.write(text)
     except KeyboardInterrupt:
         what = "sweep" if isinstance(found, api.Study) else "run"
         advice = f"cancel it with: {program()} cancel {found.name}"
         print(f"\nstopped following; the {what} continues; {advice}", file=sys.stderr)
         sys.exit(INTERRUPTED)
     if not quiet:
-        print_ending(found, shown_rank=rank)
+        print_ending(found, shown_ranks=view.ranks if view.is_complete else ())
 
 
-def print_ending(found: Handle | Group, shown_rank: int | None = None) -> None:
-    """Print how a run, a group or a sweep has ended."""
+def print_ending(found: Handle | Group, shown_ranks: Collection[int] = ()) -> None:
+    """Print how a run, a group or a sweep has ended.
+
+    Args:
+        shown_ranks: ranks whose logs, with their tracebacks, were already printed.
+    """
     from mgpu_slurm import api
     from mgpu_slurm.reports import sweep_status
     from mgpu_slurm.reports.live.status_table import table
@@ -94,4 +114,4 @@ def print_ending(found: Handle | Group, shown_rank: int | None = None) -> None:
     elif isinstance(found, api.Group):
         print_lines([table(found.all_current, {found.name}, terminal_size()), *curves_lines(found.files)])
     else:
-        print_lines(ending_lines(found.folder, found.current, shown_rank))
+        print_lines(ending_lines(found.folder, found.current, shown_ranks))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -30,15 +30,15 @@ class RankWarning:
     text: str
 
 
-def ending_lines(path: Path, state: RunState, shown_rank: int | None = None) -> list[str]:
+def ending_lines(path: Path, state: RunState, shown_ranks: Collection[int] = ()) -> list[str]:
     """Return the summary of a run that has ended; for a failed one, the traceback of the first cause comes first.
 
     Args:
-        shown_rank: the rank whose log, with its traceback, was already printed.
+        shown_ranks: ranks whose logs, with their tracebacks, were already printed.
     """
     folder = RunFolder(path)
     failure = records.read_failure(folder) if state.state in (FAILED, OUT_OF_MEMORY) else None
-    lines = _first_failure(folder, failure, shown_rank) if failure else []
+    lines = _first_failure(folder, failure, shown_ranks) if failure else []
     lines.append(_headline(state))
     # a later attempt with other resources may have no warnings
     found = [warning for warning in rank_warnings(folder) if warning.attempt == state.attempts]
@@ -101,15 +101,15 @@ def _curves_line(folder: RunFolder) -> str:
     return f"curves    {program()} tensorboard {folder.run}"
 
 
-def _first_failure(folder: RunFolder, failure: Failure, shown_rank: int | None) -> list[str]:
+def _first_failure(folder: RunFolder, failure: Failure, shown_ranks: Collection[int]) -> list[str]:
     """Return the traceback of the first failure, or else the end of its log; empty if it was already printed."""
     # prefer a rank with a failure record over the one whose process ended first
     who = failure.who if failure.rank is None else f"rank {failure.rank}"
-    if who == f"rank {shown_rank}":
+    if who in [f"rank {rank}" for rank in shown_ranks]:
         return []
     if failure.traceback is not None:
         place = "" if failure.node is None else f" on {failure.node}"
-        if shown_rank is not None and _traceback(folder, failure.attempt, shown_rank) == failure.traceback:
+        if any(_traceback(folder, failure.attempt, rank) == failure.traceback for rank in shown_ranks):
             return [f"-- {who}{place} failed first, in the same way"]
         return [f"-- {who}{place} failed first:", failure.traceback.rstrip()]
     return _end_of_log(folder, failure.attempt, who) if who.startswith("rank ") else []

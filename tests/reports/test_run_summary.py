@@ -39,7 +39,8 @@ def test_first_failure_is_shown_once(
     write_json(folder.failure, ATTEMPT | failure)
     folder.rank_log(1, 1).write_text("said last\n")
     folder.rank_log(1, 2).touch()
-    lines = ending_lines(folder.path, RunState(state="FAILED", run="x", attempts=1), shown_rank)
+    shown = [] if shown_rank is None else [shown_rank]
+    lines = ending_lines(folder.path, RunState(state="FAILED", run="x", attempts=1), shown)
     assert lines[0].startswith(first)
     assert sum("failed first" in line for line in lines) == (first != "FAILED")
 
@@ -49,7 +50,7 @@ def test_traceback_that_was_already_shown_is_not_repeated(tmp_path: Path) -> Non
     folder.create()
     write_json(folder.failure, ATTEMPT | {"who": "rank 0"} | RAISED)
     write_json(folder.rank_failure(1, 1), ATTEMPT | RAISED | {"rank": 1})
-    lines = ending_lines(folder.path, RunState(state="FAILED", run="x", attempts=1), shown_rank=1)
+    lines = ending_lines(folder.path, RunState(state="FAILED", run="x", attempts=1), shown_ranks=[1])
     assert lines[0] == "-- rank 0 on n1 failed first, in the same way"
     assert not any("Traceback" in line for line in lines)
 

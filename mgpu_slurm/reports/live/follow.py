@@ -1,4 +1,4 @@
-"""Follow a run: the log of one rank as it grows, over attempts, and the run's events, until it ends."""
+"""Follow a run: the logs of ranks as they grow, over attempts, and the run's events, until it ends."""
 
 from __future__ import annotations
 
@@ -8,9 +8,12 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from mgpu_slurm.core.hostlist import compress
+from mgpu_slurm.core.retry import Note, quiet
 from mgpu_slurm.registry import lookup
 from mgpu_slurm.registry.sweep_state import summary_of
 from mgpu_slurm.registry.watch import Watch
+from mgpu_slurm.reports.live import progress_line
+from mgpu_slurm.reports.live.log_view import LogView
 from mgpu_slurm.reports.run_summary import RankWarning, rank_warnings, warning_lines
 from mgpu_slurm.reports.sweep_status import new_lines
 from mgpu_slurm.run_folder import records, states
@@ -27,14 +30,19 @@ GROUP_PAUSE = 1.0
 """Seconds between two looks at a group, which may have thousands of runs."""
 
 
-def follow(folder: RunFolder, rank: int = 0, after_attempt: int = 0) -> Iterator[str]:
+ONE_RANK = LogView()
+
+
+def follow(folder: RunFolder, view: LogView = ONE_RANK, after_attempt: int = 0, draw: Note = quiet) -> Iterator[str]:
     """Yield pieces of text as they appear, until the run ends.
 
     Args:
         after_attempt: attempts up to this one are not shown.
+        draw: called with a line that shows how far the run is.
     """
-    known_events = len(records.events(folder)) if after_attempt else 0
-    shown = _Shown(folder, rank, after_attempt)
+    known_events = len(records.events(folder)) if after_attempt or view.tail is not None else 0
+    shown = _Shown(folder, view, after_attempt)
+    pause = PAUSE if len(view.ranks) == 1 else LISTING_PAUSE
     waits_for = ""
     notes: list[str] = []
     watch = Watch(folder, notes.append)
@@ -58,18 +66,24 @@ def follow(folder: RunFolder, rank: int = 0, after_attempt: int = 0) -> Iterator
         known_events = len(events)
         attempts = [event.attempt for event in events if event.event == "started"]
         yield from shown.new(max(attempts, default=0), look_at_warnings=ended)
-        if not ended:
-            time.sleep(PAUSE)
+        if ended:
+            yield from shown.end()
+        else:
+            draw(progress_line.of_run(state))
+            time.sleep(pause)
 
 
 class _Shown:
     """The part of a run's logs and warnings that was shown already."""
 
-    def __init__(self, folder: RunFolder, rank: int, after_attempt: int) -> None:
+    def __init__(self, folder: RunFolder, view: LogView, after_attempt: int) -> None:
         self._folder = folder
-        self._rank = rank
+        self._view = view
         self._after_attempt = after_attempt
         self._tails: dict[Path, _Tail] = {}
+        self._lines = {rank: view.lines(rank) for rank in view.ranks}
+        self._is_first = True
+        """Whether nothing was shown yet: all but the newest lines may then be left out."""
         self._warnings: set[RankWarning] = set()
         self._next_look = 0.0
 
@@ -80,22 +94,46 @@ class _Shown:
             up_to: the last attempt to show.
             look_at_warnings: whether to read the warnings now, not only every `LISTING_PAUSE` seconds.
         """
-        for path in lookup.logs_of_rank(self._folder, self._rank, range(self._after_attempt + 1, up_to + 1)):
-            yield from self._tails.setdefault(path, _Tail(path)).read()
+        for rank in self._view.ranks:
+            added = self._added(rank, range(self._after_attempt + 1, up_to + 1))
+            yield from self._last_lines(added) if self._is_first and self._view.tail is not None else added
+        self._is_first = False
         if look_at_warnings or time.monotonic() >= self._next_look:
             self._next_look = time.monotonic() + LISTING_PAUSE
-            # the log of the followed rank contains its own warnings
-            of_others = {warned for warned in rank_warnings(self._folder) if warned.rank != self._rank}
+            # the log of a followed rank contains its own warnings
+            of_others = {warned for warned in rank_warnings(self._folder) if warned.rank not in self._lines}
             new = {warned for warned in of_others - self._warnings if self._after_attempt < warned.attempt <= up_to}
             yield from (f"-- warning: {line}\n" for line in warning_lines(new))
             self._warnings |= new
 
+    def end(self) -> Iterator[str]:
+        """Yield what a rank has printed without the end of its line."""
+        for lines in self._lines.values():
+            yield from lines.end()
 
-def follow_group(folder: RunFolder, without: Iterable[int] = ()) -> Iterator[str]:
+    def _added(self, rank: int, attempts: range) -> Iterator[str]:
+        lines = self._lines[rank]
+        for path in lookup.logs_of_rank(self._folder, rank, attempts):
+            if path not in self._tails:
+                # those of the attempt before have ended
+                yield from lines.end()
+            text = self._tails.setdefault(path, _Tail(path)).read()
+            if self._view.is_whole:
+                yield text
+            else:
+                yield from lines.add(text)
+
+    def _last_lines(self, added: Iterator[str]) -> Iterator[str]:
+        lines = "".join(added).splitlines(keepends=True)
+        yield from lines[len(lines) - min(len(lines), self._view.tail or 0) :]
+
+
+def follow_group(folder: RunFolder, without: Iterable[int] = (), draw: Note = quiet) -> Iterator[str]:
     """Yield a line when a run of the group starts or ends, or a trial of the sweep ends, until all runs have ended.
 
     Args:
         without: trials to leave out.
+        draw: called with a line that shows how many have ended.
     """
     notes: list[str] = []
     watch = Watch(folder, notes.append)
@@ -111,6 +149,7 @@ def follow_group(folder: RunFolder, without: Iterable[int] = ()) -> Iterator[str
                 yield f"-- {state.run}  {state.state}{_words(state)}\n"
         if not any(states.is_alive(state.state) for state in found):
             return
+        draw(progress_line.of_group(folder, found))
         time.sleep(GROUP_PAUSE)
 
 
@@ -149,10 +188,10 @@ class _Tail:
         # a read may end in the middle of a character
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
-    def read(self) -> Iterator[str]:
+    def read(self) -> str:
+        """Return what was added since the last call."""
         with open(self._path, "rb") as file:
             file.seek(self._position)
             added = file.read()
         self._position += len(added)
-        if added:
-            yield self._decoder.decode(added)
+        return self._decoder.decode(added)

@@ -1,0 +1,123 @@
+"""Which lines of the logs of a run's ranks are shown, and how."""
+
+from __future__ import annotations
+
+import re
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from mgpu_slurm.core.errors import UserError
+from mgpu_slurm.core.hostlist import expand
+from mgpu_slurm.registry import lookup
+from mgpu_slurm.run_folder import records
+from mgpu_slurm.run_folder.layout import RunFolder
+
+
+@dataclass(frozen=True)
+class LogView:
+    """A choice of ranks and of lines."""
+
+    ranks: Sequence[int] = (0,)
+    tail: int | None = None
+    """Number of newest lines of each rank; None for all."""
+    pattern: re.Pattern[str] | None = None
+
+    @property
+    def is_whole(self) -> bool:
+        """Return whether text is shown as it is, also a line that is not complete yet."""
+        return len(self.ranks) == 1 and self.pattern is None
+
+    @property
+    def is_complete(self) -> bool:
+        """Return whether each line of these ranks is shown."""
+        return self.pattern is None and self.tail is None
+
+    def lines(self, rank: int) -> LineFilter:
+        width = len(str(max(self.ranks)))
+        return LineFilter(f"{rank:>{width}}: " if len(self.ranks) > 1 else "", self.pattern)
+
+
+class LineFilter:
+    """Turns the text of a rank, as it appears, into the lines to show."""
+
+    def __init__(self, prefix: str, pattern: re.Pattern[str] | None) -> None:
+        self._prefix = prefix
+        self._pattern = pattern
+        self._begun = ""
+        """The beginning of a line whose end has not appeared yet."""
+
+    def add(self, text: str) -> Iterator[str]:
+        *lines, self._begun = (self._begun + text).split("\n")
+        for line in lines:
+            yield from self._shown(line)
+
+    def end(self) -> Iterator[str]:
+        """Yield a last line that has no end."""
+        if self._begun:
+            yield from self._shown(self._begun)
+            self._begun = ""
+
+    def _shown(self, line: str) -> Iterator[str]:
+        # of a progress bar, which is drawn over and over, the last state
+        line = line.rstrip("\r").rpartition("\r")[2]
+        if self._pattern is None or self._pattern.search(line):
+            yield f"{self._prefix}{line}\n"
+
+
+def shown(folder: RunFolder, view: LogView) -> Iterator[str]:
+    """Yield what ranks have printed so far over all attempts, rank by rank, in pieces of text."""
+    attempts = range(1, records.attempts_started(folder) + 1)
+    for rank in view.ranks:
+        yield from of_files(lookup.logs_of_rank(folder, rank, attempts), view, rank)
+
+
+def of_files(paths: Sequence[Path], view: LogView, rank: int = 0) -> Iterator[str]:
+    """Yield what these logs of a rank hold."""
+    if view.is_whole and view.tail is None:
+        yield from (path.read_text(errors="replace") for path in paths)
+        return
+    found: deque[str] = deque(maxlen=view.tail)
+    lines = view.lines(rank)
+    for path in paths:
+        with open(path, errors="replace", newline="") as file:
+            for text in file:
+                found.extend(lines.add(text))
+        found.extend(lines.end())
+    yield from found
+
+
+def ranks_of(text: str, folder: RunFolder) -> list[int]:
+    """Return the ranks of `all`, `3` or `0,4-7`.
+
+    Raises:
+        UserError: it is something else, or the run has no such rank.
+    """
+    now = records.read_state(folder).ranks
+    if text == "all":
+        # a resumed run may have had more
+        return sorted({*range(now), *_ranks_with_logs(folder)})
+    if not re.fullmatch(r"\d+(-\d+)?(,\d+(-\d+)?)*", text):
+        raise UserError(f"--rank {text!r}: expected a rank, several such as 0,4-7, or all")
+    found = sorted({int(each) for each in expand(f"[{text}]")})
+    if found[-1] >= now and not {*found} <= {*range(now), *_ranks_with_logs(folder)}:
+        raise UserError(f"--rank {text}: run {folder.run} has ranks 0 to {now - 1}")
+    return found
+
+
+def _ranks_with_logs(folder: RunFolder) -> set[int]:
+    names = (re.fullmatch(r"\d+-(\d+)\.log", path.name) for path in folder.logs.glob("*.log"))
+    return {int(name[1]) for name in names if name is not None}
+
+
+def pattern_of(text: str) -> re.Pattern[str]:
+    """Return the compiled regular expression.
+
+    Raises:
+        UserError: it is not one.
+    """
+    try:
+        return re.compile(text)
+    except re.error as error:
+        raise UserError(f"--grep {text!r}: not a regular expression: {error}") from None
