@@ -16,7 +16,7 @@ from mgpu_slurm.cli.output import INTERRUPTED, PROGRAM, fail
 from mgpu_slurm.core.errors import MgpuError, UserError
 
 COMMANDS = [
-    *(setup.init, setup.doctor),
+    *(setup.init, setup.completion, setup.doctor),
     *(submit.submit, submit.resume, submit.scaling),
     *(manage.status, manage.logs, manage.wait, manage.cancel, manage.clean, manage.shell),
     *(sweeps.sweep, sweeps.best, sweeps.trials, sweeps.importance, sweeps.repair),

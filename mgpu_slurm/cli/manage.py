@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from mgpu_slurm.cli.options import json_flag
+from mgpu_slurm.cli.options import json_flag, run_names
 from mgpu_slurm.cli.output import (
     STILL_ALIVE,
     fail,
@@ -29,13 +29,21 @@ if TYPE_CHECKING:
 
 
 @click.command()
-@click.argument("names", nargs=-1, metavar="[RUN ...]")
+@click.argument("names", nargs=-1, metavar="[RUN ...]", shell_complete=run_names)
 @click.option("--watch", is_flag=True, help="Refresh until all runs have ended.")
+@click.option("--sort", metavar="KEY", help="Sort by a column, metric or config value; -KEY: largest first.")
+@click.option("--filter", "filters", multiple=True, metavar="CONDITION", help="Only some runs, as below; repeatable.")
 @json_flag
-def status(names: tuple[str, ...], watch: bool, as_json: bool) -> None:
+def status(names: tuple[str, ...], watch: bool, sort: str | None, filters: tuple[str, ...], as_json: bool) -> None:
     """List runs with their state, newest first.
 
     One line per run, group or sweep. Of a group that you name, each of its runs; of a sweep, its trials and workers.
+
+    A CONDITION compares a column, metric or config value, or is a part of a run's name or reason:
+
+    \b
+      mgpu-slurm status --filter state:running --sort left
+      mgpu-slurm status --filter 'lr<0.01 resnet' --sort -accuracy
     """
     from mgpu_slurm.registry import current_state, lookup
     from mgpu_slurm.reports.live import status as statuses
@@ -46,17 +54,18 @@ def status(names: tuple[str, ...], watch: bool, as_json: bool) -> None:
             raise UserError("--watch and --json cannot be combined: call `status --json` again, or `wait`")
         from mgpu_slurm.reports.live.status_screen import show
 
-        show(asked, print_note)
+        show(asked, print_note, filters, sort)
         return
     found = current_state.current(asked, print_note) if names else lookup.all_states(print_note)
     if as_json:
-        print_json([statuses.facts(state) for state in statuses.as_one(found, asked)])
+        chosen = statuses.choice_among(found, filters, sort).of(statuses.as_one(found, asked))
+        print_json([statuses.facts(state) for state in chosen])
     else:
-        print_lines(statuses.lines(found, asked, terminal_size()))
+        print_lines(statuses.lines(found, asked, terminal_size(), filters, sort))
 
 
 @click.command()
-@click.argument("name", metavar="RUN")
+@click.argument("name", metavar="RUN", shell_complete=run_names)
 @click.option("--rank", metavar="RANKS", help="Which ranks' logs: 3, 0,4-7 or all.  [default: 0; with --grep, all]")
 @click.option("--tail", type=click.IntRange(min=0), metavar="N", help="Only the last N lines of each rank.")
 @click.option("--grep", metavar="REGEX", help="Only lines that match a regular expression.")
@@ -116,7 +125,7 @@ def _print_warnings(folder: RunFolder, without: Collection[int]) -> None:
 
 
 @click.command()
-@click.argument("names", nargs=-1, required=True, metavar="RUN ...")
+@click.argument("names", nargs=-1, required=True, metavar="RUN ...", shell_complete=run_names)
 @click.option("--timeout", type=float, metavar="SECONDS", help="Stop waiting after this many seconds.")
 @json_flag
 def wait(names: tuple[str, ...], timeout: float | None, as_json: bool) -> None:
@@ -149,7 +158,7 @@ def wait(names: tuple[str, ...], timeout: float | None, as_json: bool) -> None:
 
 
 @click.command()
-@click.argument("names", nargs=-1, required=True, metavar="RUN ...")
+@click.argument("names", nargs=-1, required=True, metavar="RUN ...", shell_complete=run_names)
 def cancel(names: tuple[str, ...]) -> None:
     """Checkpoint and stop runs."""
     from mgpu_slurm import api
@@ -167,7 +176,7 @@ def cancel(names: tuple[str, ...]) -> None:
 
 
 @click.command()
-@click.argument("names", nargs=-1, metavar="[RUN ...]")
+@click.argument("names", nargs=-1, metavar="[RUN ...]", shell_complete=run_names)
 @click.option("--checkpoints", is_flag=True, help="Delete only the checkpoints of the named runs.")
 @click.option("--yes", is_flag=True, help="Skip the confirmation prompt.")
 def clean(names: tuple[str, ...], checkpoints: bool, yes: bool) -> None:
@@ -196,7 +205,7 @@ def clean(names: tuple[str, ...], checkpoints: bool, yes: bool) -> None:
 
 
 @click.command()
-@click.argument("name", metavar="RUN [-- COMMAND ...]")
+@click.argument("name", metavar="RUN [-- COMMAND ...]", shell_complete=run_names)
 @click.option("--node", metavar="NAME", help="One of the run's nodes.  [default: its first]")
 @click.pass_obj
 def shell(command: tuple[str, ...], /, name: str, node: str | None) -> None:

@@ -143,6 +143,22 @@ code_flag = click.option(
 )
 
 
+def run_names(_context: Any, _parameter: Any, begun: str) -> list[Any]:
+    """Return what a shell may complete the name of a run to; a path, if no name begins like this."""
+    from click.shell_completion import CompletionItem
+
+    from mgpu_slurm.registry.run_names import completions
+
+    return [CompletionItem(name) for name in completions(begun)] or [CompletionItem(begun, type="file")]
+
+
+def study_names(_context: Any, _parameter: Any, begun: str) -> list[str]:
+    """Return the names of sweeps that a shell may complete."""
+    from mgpu_slurm.registry.run_names import completions
+
+    return completions(begun, only_sweeps=True)
+
+
 def resource_values(flags: Flags, extra: tuple[str, ...]) -> Flags:
     """Return the values of `resource_flags` by sbatch's long names."""
     from mgpu_slurm.request.spec import sbatch_pairs

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from mgpu_slurm.cli.options import json_flag
+from mgpu_slurm.cli.options import json_flag, run_names
 from mgpu_slurm.cli.output import print_json, print_lines, print_note, terminal_size
 from mgpu_slurm.core.errors import UserError
 from mgpu_slurm.core.formatting import counted, human_size, program
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 @click.command()
-@click.argument("name", metavar="RUN")
+@click.argument("name", metavar="RUN", shell_complete=run_names)
 @json_flag
 def why(name: str, as_json: bool) -> None:
     """Explain why a run failed, and how to fix it.
@@ -41,7 +41,7 @@ def why(name: str, as_json: bool) -> None:
 
 
 @click.command()
-@click.argument("words", nargs=-1, metavar="[RUN|GROUP|SWEEP|PATH ...]")
+@click.argument("words", nargs=-1, metavar="[RUN|GROUP|SWEEP|PATH ...]", shell_complete=run_names)
 @click.option("--by", metavar="KEY[,KEY]", help="Group runs by these config values only.  [default: all but seeds]")
 @click.option(
     "--on",
@@ -114,7 +114,7 @@ def aggregate(
 
 
 @click.command()
-@click.argument("words", nargs=-1, metavar="[RUN|GROUP|SWEEP|PATH ...]")
+@click.argument("words", nargs=-1, metavar="[RUN|GROUP|SWEEP|PATH ...]", shell_complete=run_names)
 @click.option(
     "-o", "out", metavar="FILE", default="report.html", show_default=True, help="The page; - for standard output."
 )
@@ -189,7 +189,7 @@ def report(
 
 
 @click.command()
-@click.argument("words", nargs=-1, metavar="[RUN|GROUP|SWEEP|PATH ...]")
+@click.argument("words", nargs=-1, metavar="[RUN|GROUP|SWEEP|PATH ...]", shell_complete=run_names)
 @click.option("--port", type=click.IntRange(1, 65535), metavar="PORT", help="[default: a free one]")
 @json_flag
 def tensorboard(words: tuple[str, ...], port: int | None, as_json: bool) -> None:
@@ -215,7 +215,7 @@ def tensorboard(words: tuple[str, ...], port: int | None, as_json: bool) -> None
 
 
 @click.command()
-@click.argument("name", metavar="RUN")
+@click.argument("name", metavar="RUN", shell_complete=run_names)
 @click.option("--attempt", type=int, metavar="N", help="[default: the last one with recorded steps]")
 @json_flag
 def profile(name: str, attempt: int | None, as_json: bool) -> None:
@@ -235,7 +235,7 @@ def profile(name: str, attempt: int | None, as_json: bool) -> None:
 
 
 @click.command()
-@click.argument("names", nargs=-1, metavar="[RUN|GROUP|SWEEP ...]")
+@click.argument("names", nargs=-1, metavar="[RUN|GROUP|SWEEP ...]", shell_complete=run_names)
 @json_flag
 def efficiency(names: tuple[str, ...], as_json: bool) -> None:
     """Show what runs used of what they asked for.
@@ -256,7 +256,7 @@ def efficiency(names: tuple[str, ...], as_json: bool) -> None:
 
 
 @click.command()
-@click.argument("name", metavar="RUN")
+@click.argument("name", metavar="RUN", shell_complete=run_names)
 @click.option("--to", "form", type=click.Choice(["safetensors"]), default="safetensors", show_default=True)
 @click.option(
     "--checkpoint",

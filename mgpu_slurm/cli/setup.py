@@ -1,4 +1,4 @@
-"""Prepare a project and check its cluster: `init` and `doctor`."""
+"""Prepare a project, its shell and its cluster: `init`, `completion` and `doctor`."""
 
 from __future__ import annotations
 
@@ -10,9 +10,12 @@ from typing import Any
 import click
 
 from mgpu_slurm.cli.options import json_flag, resource_flags, resource_values
-from mgpu_slurm.cli.output import print_json, print_lines, print_note, terminal_size
+from mgpu_slurm.cli.output import PROGRAM, print_json, print_lines, print_note, terminal_size
 from mgpu_slurm.core.errors import UserError
 from mgpu_slurm.core.formatting import program
+
+COMPLETION_VARIABLE = "_MGPU_SLURM_COMPLETE"
+"""Variable by which click's scripts ask for completions."""
 
 
 @click.command()
@@ -68,3 +71,24 @@ def doctor(
         print_json([finding.plain for finding in found])
     if has_failed(found):
         sys.exit(1)
+
+
+@click.command()
+@click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
+@click.pass_context
+def completion(context: click.Context, shell: str) -> None:
+    """Print a script that makes a shell complete commands, options and the names of runs.
+
+    \b
+      eval "$(mgpu-slurm completion bash)"                          # in ~/.bashrc
+      eval "$(mgpu-slurm completion zsh)"                           # in ~/.zshrc, after compinit
+      mgpu-slurm completion fish > ~/.config/fish/completions/mgpu-slurm.fish
+    """
+    from click.shell_completion import get_completion_class
+
+    made = get_completion_class(shell)
+    assert made is not None
+    if shell == "bash":
+        # otherwise bash takes @last for two words
+        print("COMP_WORDBREAKS=${COMP_WORDBREAKS//@/}")
+    print(made(context.find_root().command, {}, PROGRAM, COMPLETION_VARIABLE).source())

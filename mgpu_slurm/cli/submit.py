@@ -18,6 +18,7 @@ from mgpu_slurm.cli.options import (
     resource_flags_of_a_node,
     resource_values,
     restart_flags,
+    run_names,
     stage_flag,
 )
 from mgpu_slurm.cli.output import INTERRUPTED, follow_to_the_end, how_to_follow, print_json, print_lines, print_note
@@ -48,9 +49,15 @@ _cluster_option = click.option("--cluster", metavar="NAME", help="One of the clu
 @profile_flag
 @stage_flag
 @click.option("--seeds", metavar="N[%M]", help="N runs, one per seed, as one job array; at most M at a time.")
-@click.option("--after", multiple=True, metavar="RUN", help="Start once RUN has completed; repeatable.")
 @click.option(
-    "--after-any", multiple=True, metavar="RUN", help="Start once RUN has ended, whatever its outcome; repeatable."
+    "--after", multiple=True, metavar="RUN", shell_complete=run_names, help="Start once RUN has completed; repeatable."
+)
+@click.option(
+    "--after-any",
+    multiple=True,
+    metavar="RUN",
+    shell_complete=run_names,
+    help="Start once RUN has ended, whatever its outcome; repeatable.",
 )
 @click.option("--follow/--no-follow", default=None, help="Show rank 0's log until the end.  [default: not on slurm]")
 @click.option("--dry-run", is_flag=True, help="Print what would be submitted, and start nothing.")
@@ -186,7 +193,7 @@ def _show_rehearsal(plan: Any, fit: Any, check: bool, as_json: bool) -> None:
 
 
 @click.command()
-@click.argument("name", metavar="RUN")
+@click.argument("name", metavar="RUN", shell_complete=run_names)
 @click.argument("words", nargs=-1, metavar="")
 @resource_flags
 @restart_flags(of_new_runs=False)

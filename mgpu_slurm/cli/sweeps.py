@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from mgpu_slurm.cli.options import code_flag, json_flag
+from mgpu_slurm.cli.options import code_flag, json_flag, study_names
 from mgpu_slurm.cli.output import follow_to_the_end, print_ending, print_json, print_lines, print_note
 from mgpu_slurm.core.errors import UserError
 from mgpu_slurm.core.formatting import program
@@ -17,7 +17,12 @@ from mgpu_slurm.core.formatting import program
 @click.argument("words", nargs=-1, metavar="[key=value ...]")
 @click.option("--executor", default="auto", metavar="NAME", help="As for submit.  [default: auto]")
 @click.option("--cluster", metavar="NAME", help="One of the clusters in mgpu.yaml.")
-@click.option("--around", metavar="STUDY", help="Search a grid around the best trials of an earlier study.")
+@click.option(
+    "--around",
+    metavar="STUDY",
+    shell_complete=study_names,
+    help="Search a grid around the best trials of an earlier study.",
+)
 @code_flag
 @click.option("--follow/--no-follow", default=None, help="Show trials as they end.  [default: not on slurm]")
 @click.option("--dry-run", is_flag=True, help="Print what would be searched and submitted, and start nothing.")
@@ -68,7 +73,7 @@ def sweep(
 
 
 @click.command()
-@click.argument("name", metavar="STUDY")
+@click.argument("name", metavar="STUDY", shell_complete=study_names)
 @click.option("--yaml", "as_yaml", is_flag=True, help="Print its full config as YAML for `submit --config`.")
 @click.option("--top", type=click.IntRange(min=1), metavar="K", help="List the best K complete trials.")
 @click.option("--trial", type=click.IntRange(min=0), metavar="N", help="Show trial N instead.")
@@ -114,7 +119,7 @@ def best(name: str, as_yaml: bool, top: int | None, trial: int | None, as_json: 
 
 
 @click.command()
-@click.argument("name", metavar="STUDY")
+@click.argument("name", metavar="STUDY", shell_complete=study_names)
 @click.option("--csv", "as_csv", is_flag=True, help="Print CSV, with a column for each parameter and rung.")
 @click.option(
     "-o",
@@ -157,7 +162,7 @@ def _list_trials(
 
 
 @click.command()
-@click.argument("name", metavar="STUDY")
+@click.argument("name", metavar="STUDY", shell_complete=study_names)
 @json_flag
 def importance(name: str, as_json: bool) -> None:
     """Show which parameters of a sweep matter, and what to change in its next one."""
@@ -177,7 +182,7 @@ def importance(name: str, as_json: bool) -> None:
 
 
 @click.command()
-@click.argument("name", metavar="STUDY")
+@click.argument("name", metavar="STUDY", shell_complete=study_names)
 def repair(name: str) -> None:
     """Recover a sweep's damaged journal into a new file next to it."""
     from mgpu_slurm.registry import lookup

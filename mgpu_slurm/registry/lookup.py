@@ -15,7 +15,8 @@ from mgpu_slurm.executors.slurm_states import NEVER_ARRIVED
 from mgpu_slurm.registry import cleanup, sweep_state
 from mgpu_slurm.registry.current_state import current, recorded
 from mgpu_slurm.registry.index import folders, refuse_closed, roots
-from mgpu_slurm.run_folder import layout, records
+from mgpu_slurm.registry.run_names import NEWEST, NEWEST_FAILED
+from mgpu_slurm.run_folder import layout, records, states
 from mgpu_slurm.run_folder.layout import RunFolder
 from mgpu_slurm.run_folder.record_types import RunState
 
@@ -57,9 +58,16 @@ def _removed(found: list[tuple[RunFolder, RunState]]) -> set[RunFolder]:
 def find(name: str) -> RunFolder:
     """Return the run or group with this name, prefix or job id; `<group>/<index>` is one run of a group.
 
+    `@last` is the run or group that this user has submitted or resumed last, `@last-failed` the newest run or sweep of
+    theirs that has failed.
+
     Raises:
         UserError: none or several match, or it is closed to this user.
     """
+    if name == NEWEST:
+        return _newest()
+    if name == NEWEST_FAILED:
+        return _newest_failed()
     if os.path.exists(Path(name) / "spec.yaml"):
         return RunFolder(Path(name).absolute())
     head, slash, index = name.rpartition("/")
@@ -81,11 +89,39 @@ def find(name: str) -> RunFolder:
         raise UserError(f"run {name!r} exists in several places: name it by its folder: {places}")
     if len(found) > 1:
         names = ", ".join(sorted(folder.run for folder in found)[-5:])
-        raise UserError(f"run {name!r} matches several runs ({names}): type more of the name")
+        raise UserError(f"run {name!r} matches several runs ({names}): type more of the name, or use {NEWEST}")
     if not found:
         refuse_closed(name)
         raise UserError(f"there is no run {name!r}{_hint(name, known)}: see `{program()} status`")
     return found[0]
+
+
+def _newest() -> RunFolder:
+    known = [folder for root in roots() for folder in folders(root) if _is_own(folder)]
+    if not known:
+        raise UserError(f"{NEWEST}: there are no runs yet: start one with `{program()} submit`")
+    return max(known, key=lambda folder: records.read_state(folder).submitted or "")
+
+
+def _newest_failed() -> RunFolder:
+    groups: dict[RunFolder, dict[RunFolder, RunState]] = {}
+    for folder, state in all_states():
+        groups.setdefault(folder.group, {})[folder] = state
+    for group, runs in groups.items():
+        if not _is_own(group):
+            continue
+        if sweep_state.is_sweep(group):
+            if sweep_state.state_of(group, [*runs.values()]).state in states.FAILURES:
+                return group
+            continue
+        failed = {folder: state.ended or "" for folder, state in runs.items() if state.state in states.FAILURES}
+        if failed:
+            return max(failed, key=lambda folder: failed[folder])
+    raise UserError(f"{NEWEST_FAILED}: no run has failed: see `{program()} status`")
+
+
+def _is_own(folder: RunFolder) -> bool:
+    return os.stat(folder.path).st_uid == os.getuid()
 
 
 def _task(folder: RunFolder, task: int) -> RunFolder:

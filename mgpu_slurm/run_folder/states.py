@@ -21,6 +21,8 @@ MAY_RUN = frozenset({RUNNING, UNKNOWN})
 
 TERMINAL = frozenset({COMPLETED, FAILED, CANCELLED, TIMEOUT, OUT_OF_MEMORY, NODE_FAIL, PREEMPTED})
 
+FAILURES = TERMINAL - {COMPLETED, CANCELLED}
+
 # squeue(1), JOB STATE CODES, and the flags that newer versions show instead
 _STATES = {
     ("BOOT_FAIL", "BF"): NODE_FAIL,

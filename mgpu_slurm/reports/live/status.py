@@ -12,6 +12,7 @@ from mgpu_slurm.core.errors import UserError
 from mgpu_slurm.core.formatting import counted, program
 from mgpu_slurm.registry import sweep_state
 from mgpu_slurm.reports import sweep_status
+from mgpu_slurm.reports.live.status_choice import Choice
 from mgpu_slurm.reports.live.status_table import group_of, overview, table
 from mgpu_slurm.request.spec import read_spec
 from mgpu_slurm.run_folder.layout import RunFolder
@@ -63,16 +64,31 @@ def as_one(found: Found, asked: Sequence[RunFolder] = ()) -> list[RunState]:
     return sweep_state.as_one(list(dict(found).items()), without=single)
 
 
-def lines(found: Found, asked: Sequence[RunFolder], room: os.terminal_size | None) -> list[str]:
+def choice_among(found: Found, filters: Sequence[str], sort: str | None) -> Choice:
+    """Return the choice of `--filter` and `--sort` among these runs and their groups."""
+    return Choice(filters, sort, {each.run: each for folder, _ in found for each in (folder.group, folder)})
+
+
+def lines(
+    found: Found,
+    asked: Sequence[RunFolder],
+    room: os.terminal_size | None,
+    filters: Sequence[str] = (),
+    sort: str | None = None,
+) -> list[str]:
     """Return the human-readable lines.
 
     Args:
         asked: the named runs; empty for an overview of all.
         room: the size of a terminal.
+        filters: see `Choice`, as for `sort`.
     """
+    choice = choice_among(found, filters, sort)
     if not asked:
         shown = as_one(found)
-        return [overview(shown, room)] if shown else [f"no runs yet: start one with `{program()} submit`"]
+        if not shown:
+            return [f"no runs yet: start one with `{program()} submit`"]
+        return [overview(shown, room, choice) or f"none of {counted(len(shown), 'run')} fulfils --filter"]
     told: list[str] = []
     named = [folder for folder in dict.fromkeys(asked) if sweep_state.is_sweep(folder)]
     for folder in named:
@@ -80,7 +96,7 @@ def lines(found: Found, asked: Sequence[RunFolder], room: os.terminal_size | Non
         told += [*sweep_status.lines(folder, workers, room.columns if room else None), ""]
     others = [state for folder, state in dict(found).items() if folder.group not in named]
     if others:
-        told += table(others, {folder.run for folder in asked}, room).splitlines()
+        told += table(others, {folder.run for folder in asked}, room, choice).splitlines()
         told += [line for folder in asked if folder not in named for line in _model_lines(folder, len(asked) > 1)]
     return told if others else told[:-1]
 

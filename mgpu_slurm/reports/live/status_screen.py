@@ -33,11 +33,12 @@ def fitting(told: list[str], room: os.terminal_size) -> list[str]:
     return [*kept, f"... {counted(len(told) - len(kept), 'more line')} (enlarge the window)"[: room.columns]]
 
 
-def show(asked: Sequence[RunFolder], note: Note = quiet) -> None:
+def show(asked: Sequence[RunFolder], note: Note = quiet, filters: Sequence[str] = (), sort: str | None = None) -> None:
     """Show runs, all of them if none is named, until they have ended.
 
     Args:
         note: called if a cluster does not answer; on a terminal, the message is a line of the screen.
+        filters: see `Choice`, as for `sort`.
     """
     is_terminal = sys.stdout.isatty()
     hears = quiet if is_terminal else note
@@ -48,11 +49,11 @@ def show(asked: Sequence[RunFolder], note: Note = quiet) -> None:
             problems = list(dict.fromkeys(watch.problem for watch in watches.values() if watch.problem is not None))
             room = shutil.get_terminal_size()
             # problems come first, because the end may not fit
-            shown = [f"({problem})"[: room.columns] for problem in problems] + lines(found, asked, room)
+            shown = [f"({problem})"[: room.columns] for problem in problems] + lines(found, asked, room, filters, sort)
             screen = "".join(f"{line}{_NEXT_LINE}" for line in fitting(shown, room))
             print(f"{_HOME}{screen}{_NOTHING_BELOW}", end="", flush=True)
         else:
-            print("\n".join(lines(found, asked, None)), flush=True)
+            print("\n".join(lines(found, asked, None, filters, sort)), flush=True)
         if not any(is_alive(state.state) for _, state in found):
             return
         time.sleep(WATCH_PAUSE)

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 
 from mgpu_slurm.core.formatting import counted, cut, duration, program, short_value, time_of
+from mgpu_slurm.reports.live.status_choice import Choice
 from mgpu_slurm.run_folder.record_types import RunState
 from mgpu_slurm.run_folder.states import is_alive, overall
 
@@ -25,8 +26,11 @@ _LONGEST_NAME = 28
 """Maximum length of a run's name on a narrow terminal; its middle is left out."""
 
 
-def overview(states: list[RunState], room: os.terminal_size | None = None) -> str:
-    """Return one line per run or group.
+EVERYTHING = Choice()
+
+
+def overview(states: list[RunState], room: os.terminal_size | None = None, choice: Choice = EVERYTHING) -> str:
+    """Return one line per run or group; an empty string if none is chosen.
 
     Args:
         states: newest first, the runs of a group together.
@@ -35,6 +39,9 @@ def overview(states: list[RunState], room: os.terminal_size | None = None) -> st
     entries: list[RunState] = []
     for group, runs in _by_group(states):
         entries += runs if group is None else [summary(group, runs)]
+    entries = choice.of(entries)
+    if not entries:
+        return ""
     # the header, the line on omitted runs, and the next prompt
     shown = entries if room is None else _with_room(entries, room.lines - 3)
     lines = _lines(shown)
@@ -58,7 +65,12 @@ def _with_room(entries: list[RunState], count: int) -> list[RunState]:
     return shown
 
 
-def table(states: list[RunState], groups: Collection[str] = (), room: os.terminal_size | None = None) -> str:
+def table(
+    states: list[RunState],
+    groups: Collection[str] = (),
+    room: os.terminal_size | None = None,
+    choice: Choice = EVERYTHING,
+) -> str:
     """Return all details of each run, and a line for each of these groups after its runs.
 
     Args:
@@ -66,7 +78,8 @@ def table(states: list[RunState], groups: Collection[str] = (), room: os.termina
     """
     entries: list[RunState] = []
     for group, runs in _by_group(states):
-        entries += runs if group is None or group not in groups else [*runs, summary(group, runs)]
+        chosen = choice.of(runs)
+        entries += chosen if group is None or group not in groups else [*chosen, summary(group, runs)]
     lines = _lines(entries)
     if room is None or max(map(len, lines)) <= room.columns:
         return "\n".join(lines)

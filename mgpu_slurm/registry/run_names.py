@@ -1,0 +1,40 @@
+"""Names that stand for runs: `@last` and `@last-failed`, and those that a shell completes. No cluster is asked."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from mgpu_slurm.core.errors import UserError
+from mgpu_slurm.registry.index import folders, roots
+from mgpu_slurm.run_folder.layout import RunFolder
+
+NEWEST, NEWEST_FAILED = "@last", "@last-failed"
+
+
+def completions(begun: str, only_sweeps: bool = False) -> list[str]:
+    """Return the names of runs and groups that begin like this, and of a group's runs after `GROUP/`; those that
+    changed last come first."""
+    try:
+        found = _newest_first([folder for root in roots() for folder in folders(root)])
+    except (UserError, OSError):
+        # a shell has no place for an error
+        return []
+    if only_sweeps:
+        found = [folder for folder in found if folder.sweep.exists()]
+    group, slash, _ = begun.rpartition("/")
+    if slash:
+        tasks = [path.name for folder in found if folder.run == group for path in _parts(folder)]
+        return [f"{group}/{task}" for task in sorted(tasks, key=int) if f"{group}/{task}".startswith(begun)]
+    special = [] if only_sweeps else [NEWEST, NEWEST_FAILED]
+    return [name for name in [*special, *(folder.run for folder in found)] if name.startswith(begun)]
+
+
+def _newest_first(found: list[RunFolder]) -> list[RunFolder]:
+    changed = {folder: os.stat(folder.state).st_mtime for folder in found}
+    return sorted(found, key=lambda folder: changed[folder], reverse=True)
+
+
+def _parts(group: RunFolder) -> list[Path]:
+    """Return the folders of a group's runs that have begun."""
+    return [path for path in group.tasks.iterdir() if path.name.isdigit()] if group.tasks.is_dir() else []

@@ -1,0 +1,137 @@
+"""Names that stand for runs, and those that a shell completes."""
+
+from __future__ import annotations
+
+import os
+import stat
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from mgpu_slurm.core.errors import UserError
+from mgpu_slurm.registry import lookup
+from mgpu_slurm.registry.run_names import completions
+from mgpu_slurm.run_folder import records
+from mgpu_slurm.run_folder.layout import RunFolder
+from tests.support import Project, wait_until
+
+
+@pytest.fixture
+def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty runs folder, and an index of its own."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.delenv("MGPU_RUNS", raising=False)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path / "runs"
+
+
+def made(runs: Path, name: str, day: int, state: str = "COMPLETED", tasks: int | None = None) -> RunFolder:
+    """Return a run, or a group with runs of which the second one is in this state."""
+    folder = RunFolder(runs / name)
+    folder.create()
+    submitted = f"2026-11-{day:02}T12:00:00.000+00:00"
+    records.update_state(folder, state=state, submitted=submitted, tasks=tasks)
+    for task in range(tasks or 0):
+        folder.of_task(task).create_task()
+        records.update_state(folder.of_task(task), state=state if task == 1 else "COMPLETED", submitted=submitted)
+    # the order in which they have changed
+    os.utime(folder.state, (day, day))
+    return folder
+
+
+def test_last_is_the_newest_run_or_group_of_this_user(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UserError, match="@last: there are no runs yet"):
+        lookup.find("@last")
+    made(runs, "b", 2)
+    group = made(runs, "a", 3, tasks=2)
+    made(runs, "c", 1, "RUNNING")
+    assert lookup.find("@last") == group
+    assert lookup.find("@last/1") == group.of_task(1)
+    # all of them belong to somebody else
+    monkeypatch.setattr(os, "getuid", lambda: 12345)
+    with pytest.raises(UserError, match="there are no runs yet"):
+        lookup.find("@last")
+
+
+def test_last_failed_is_the_newest_failed_run_also_of_a_group(runs: Path) -> None:
+    made(runs, "old", 1, "FAILED")
+    made(runs, "stopped", 5, "CANCELLED")
+    made(runs, "good", 6)
+    assert lookup.find("@last-failed").run == "old"
+    made(runs, "group", 3, "TIMEOUT", tasks=3)
+    assert lookup.find("@last-failed").run == "group/1"
+    sweep = made(runs, "sweep", 4, "FAILED", tasks=2)
+    sweep.sweep.write_text("{}")
+    assert lookup.find("@last-failed") == sweep
+
+
+def test_no_failed_run_is_said(runs: Path) -> None:
+    made(runs, "good", 6)
+    with pytest.raises(UserError, match="@last-failed: no run has failed"):
+        lookup.find("@last-failed")
+
+
+def test_completions_are_names_that_begin_alike_the_newest_first(runs: Path) -> None:
+    assert completions("x") == []
+    made(runs, "train-b", 1)
+    made(runs, "train-a", 2, tasks=12)
+    sweep = made(runs, "search", 3, tasks=1)
+    sweep.sweep.write_text("{}")
+    assert completions("") == ["@last", "@last-failed", "search", "train-a", "train-b"]
+    assert completions("tr") == ["train-a", "train-b"]
+    assert completions("@last-") == ["@last-failed"]
+    assert completions("train-a/") == [f"train-a/{task}" for task in range(12)]
+    assert completions("train-a/1") == ["train-a/1", "train-a/10", "train-a/11"]
+    assert completions("train-b/") == completions("unknown/") == []
+    assert completions("", only_sweeps=True) == ["search"]
+
+
+def test_bash_completes_runs(project: Project) -> None:
+    """In a real interactive bash, which splits words in a way of its own."""
+    program = project.folder / "bin" / "mgpu-slurm"
+    program.parent.mkdir()
+    program.write_text(f'#!/bin/sh\nexec {sys.executable} -m mgpu_slurm "$@"\n')
+    program.chmod(program.stat().st_mode | stat.S_IXUSR)
+    project.environ["PATH"] = f"{program.parent}:{os.environ['PATH']}"
+    made(project.runs, "train-20261125-191527-49ba", 1)
+    script = project.call("completion", "bash")
+    assert script.returncode == 0, script.stderr
+    (project.folder / "completion").write_text(script.stdout)
+    reader, end = os.openpty()
+    environ = os.environ | project.environ | {"TERM": "dumb", "PS1": "$ "}
+    shell = subprocess.Popen(
+        ["bash", "--norc", "--noprofile", "-i"],
+        **{"stdin": end, "stdout": end, "stderr": end, "cwd": project.folder, "env": environ},
+        start_new_session=True,
+    )
+    os.set_blocking(reader, False)
+    shown = b""
+
+    def shows(text: bytes) -> bool:
+        nonlocal shown
+        with suppress(BlockingIOError):
+            shown += os.read(reader, 1 << 16)
+        return text in shown
+
+    try:
+        os.write(reader, b". ./completion && echo read: $((40 + 2))\n")
+        wait_until(lambda: shows(b"read: 42"))
+        os.write(reader, b"mgpu-slurm status tr\t")
+        wait_until(lambda: shows(b"status train-20261125-191527-49ba "))
+        os.write(reader, b"@last-\t")
+        wait_until(lambda: shows(b"@last-failed "))
+    finally:
+        shell.kill()
+        shell.wait()
+        os.close(reader)
+        os.close(end)
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_script_of_each_shell_asks_the_program(project: Project, shell: str) -> None:
+    done = project.call("completion", shell)
+    assert done.returncode == 0, done.stderr
+    assert f"_MGPU_SLURM_COMPLETE={shell}_complete" in done.stdout

@@ -1,0 +1,90 @@
+"""`status --filter` and `--sort` choose among runs by what they show, their metrics and their config."""
+
+from __future__ import annotations
+
+from datetime import datetime, timezone
+from pathlib import Path
+
+import pytest
+
+from mgpu_slurm.core.errors import UserError
+from mgpu_slurm.reports.live import status
+from mgpu_slurm.reports.live.status_choice import Choice
+from mgpu_slurm.run_folder.record_types import RunState
+from tests.support import Project
+
+NOW = datetime.now(timezone.utc).isoformat()
+RUNS = [
+    RunState(run="resnet-a", state="RUNNING", step=10, metrics={"loss": 0.5, "top1": 71.0}),
+    RunState(run="resnet-b", state="FAILED", step=9, metrics={"loss": float("nan")}, reason="rank 1: ValueError"),
+    RunState(run="vit", state="RUNNING", step=100, metrics={"loss": 0.25}, total=9, pace=(5.0, 5.0), reported=NOW),
+    RunState(run="group", state="COMPLETED", metrics={"loss": "0.3±0.01"}),
+    RunState(run="new", state="PENDING"),
+]
+
+
+def names(*filters: str, sort: str | None = None) -> str:
+    return " ".join(entry.run for entry in Choice(filters, sort).of(RUNS))
+
+
+@pytest.mark.parametrize(
+    ("conditions", "chosen"),
+    [
+        (["state:running"], "resnet-a vit"),
+        (["state=FAILED"], "resnet-b"),
+        (["state!=running"], "resnet-b group new"),
+        (["loss<0.4"], "vit group"),
+        (["loss<0.4 state:run"], "vit"),
+        (["loss<=0.5", "resnet"], "resnet-a"),
+        (["valueerror"], "resnet-b"),
+        (["step>=10"], "resnet-a vit"),
+        (["step=10"], "resnet-a"),
+        (["left>1"], "vit"),
+        (["nothing-like-it"], ""),
+    ],
+)
+def test_all_conditions_hold(conditions: list[str], chosen: str) -> None:
+    assert names(*conditions) == chosen
+
+
+@pytest.mark.parametrize(
+    ("key", "order"),
+    [
+        # numbers first, what is none of them behind, and what has no value last
+        ("loss", "vit group resnet-a resnet-b new"),
+        ("-loss", "resnet-a group vit resnet-b new"),
+        ("top1", "resnet-a resnet-b vit group new"),
+        ("-step", "vit resnet-a resnet-b group new"),
+        ("name", "group new resnet-a resnet-b vit"),
+        ("left", "vit resnet-a resnet-b group new"),
+    ],
+)
+def test_runs_are_sorted_by_any_value(key: str, order: str) -> None:
+    assert names(sort=key) == order
+
+
+@pytest.mark.parametrize("given", [{"sort": "lost"}, {"sort": "-lost"}, {"filters": ["lost<3"]}])
+def test_value_that_no_run_has_is_an_error(given: dict[str, str]) -> None:
+    with pytest.raises(UserError, match="no run has a column, metric or config value 'lost'"):
+        Choice(**given).of(RUNS)  # type: ignore[arg-type]
+
+
+def test_runs_are_chosen_by_their_config(project: Project) -> None:
+    project.write("job.py", "def train(run, lr: float = 0.1):\n    run.report(1, loss=lr)\n")
+    for folder in [project.submit("job.py", f"lr={lr}", "--name", f"lr{lr}") for lr in ("0.1", "0.01", "0.2")]:
+        project.finish(folder)
+    found = project.json("status", "--filter", "lr<0.15", "--sort", "-lr")
+    assert [facts["run"][:6] for facts in found] == ["lr0.1-", "lr0.01"]
+    lines = project.call("status", "--sort", "lr").stdout.splitlines()
+    assert [line[:6] for line in lines[1:]] == ["lr0.01", "lr0.1-", "lr0.2-"]
+    none = project.call("status", "--filter", "state:failed")
+    assert (none.returncode, none.stdout) == (0, "none of 3 runs fulfils --filter\n")
+    wrong = project.call("status", "--filter", "rl<0.15")
+    assert wrong.returncode == 2
+    assert wrong.stderr == "mgpu-slurm: --filter 'rl<0.15': no run has a column, metric or config value 'rl'\n"
+
+
+def test_members_of_a_named_group_are_chosen_and_its_line_stays(tmp_path: Path) -> None:
+    runs = [RunState(run=f"group/{n}", state="RUNNING", metrics={"loss": 1.0 - n / 10}) for n in range(3)]
+    table = status.table(runs, {"group"}, None, Choice(["loss<1"], "loss"))
+    assert [line.split()[0] for line in table.splitlines()] == ["RUN", "group/2", "group/1", "group"]
