@@ -48,11 +48,6 @@ class _Submitted:
         return [state for _, state in current_state.current([self.files])]
 
     @property
-    def all_facts(self) -> list[dict[str, Any]]:
-        """Everything that `status` shows, one entry per run, as in `state.json`."""
-        return [state.to_json() for state in self.all_current]
-
-    @property
     def state(self) -> str:
         """The state. For several runs: that of one that is alive, else of one that did not complete, if any."""
         return self._as_one(self.all_current)
@@ -260,6 +255,7 @@ def submit(
     compile: bool | None = None,
     profile: str | None = None,
     stage: Sequence[str] = (),
+    notify: str | None = None,
     seeds: int | str | None = None,
     after: Sequence[str] = (),
     after_any: Sequence[str] = (),
@@ -285,6 +281,7 @@ def submit(
         profile: steps to record with torch's profiler, and the ranks, such as `10-13` or `10-13@0,8`; by default, the
             ranks of the first node.
         stage: data sets to copy to the disk of each node before the ranks start, for `mgpu_slurm.staged`.
+        notify: a web hook, which gets a JSON POST when the run has ended.
         seeds: number of runs, one per seed; `"100%10"` runs at most 10 at a time. A `Group` is then returned.
         after: names of runs that must complete first.
         after_any: names of runs that must end first, whatever their outcome.
@@ -312,6 +309,7 @@ def submit(
         parallelism=Parallelism(strategy, shard, tensor, pipeline, precision, compile),
         profile=profile,
         stage=tuple(stage),
+        notify=notify,
         seeds=None if seeds is None else str(seeds),
         after=tuple(after),
         after_any=tuple(after_any),
@@ -344,9 +342,8 @@ def sweep(
     from mgpu_slurm.sweeps import launch
     from mgpu_slurm.sweeps.search import sweep_file
 
-    values, source = (
-        (dict(file), "the sweep") if isinstance(file, Mapping) else (configs.read_yaml(Path(file)), str(file))
-    )
+    values = dict(file) if isinstance(file, Mapping) else configs.read_yaml(Path(file))
+    source = "the sweep" if isinstance(file, Mapping) else str(file)
     function = None
     for given in (values, changes):
         job = given.get("job")

@@ -59,6 +59,7 @@ _cluster_option = click.option("--cluster", metavar="NAME", help="One of the clu
     shell_complete=run_names,
     help="Start once RUN has ended, whatever its outcome; repeatable.",
 )
+@click.option("--notify", metavar="URL", help="Web hook that gets a JSON POST when the run has ended.")
 @click.option("--follow/--no-follow", default=None, help="Show rank 0's log until the end.  [default: not on slurm]")
 @click.option("--dry-run", is_flag=True, help="Print what would be submitted, and start nothing.")
 @click.option("--check", is_flag=True, help="With --dry-run: import the job, and ask SLURM when it would start.")
@@ -226,7 +227,7 @@ def resume(
     if words:
         raise UserError(f"{words[0]}: a run keeps its config; submit a new run, which can load its weights (`export`)")
     found = api.find(name)
-    attempts = max(facts["attempts"] for facts in found.all_facts)
+    attempts = max(state.attempts for state in found.all_current)
     restart, parallelism = RestartPolicy.taken_from(flags), Parallelism.taken_from(flags)
     change = Change(resource_values(flags, extra), restart, parallelism, profile, new_code=code == "new")
     before = read_spec(found.files)

@@ -21,7 +21,7 @@ from mgpu_slurm.job.requeue import Job, can_start_without, chain_events, requeue
 from mgpu_slurm.job.retry_policy import Retry
 from mgpu_slurm.job.srun_watch import LaunchLog, LaunchWatch
 from mgpu_slurm.request.spec import REQUEUE_EXIT_CODE, TERMINATED_EXIT_CODE, read_spec
-from mgpu_slurm.run_folder import records, states
+from mgpu_slurm.run_folder import notification, records, states
 from mgpu_slurm.run_folder.layout import RunFolder
 from mgpu_slurm.slurm import commands, sbatch, steps
 from mgpu_slurm.slurm.commands import wait_out
@@ -56,6 +56,8 @@ def main(arguments: list[str]) -> int:
         ending = run_attempt(folder, spec, _LaunchBySrun(job, command, log))
         code = _after(job, ending, log)
         if code is not None:
+            if not ending.superseded:
+                notification.send(folder, spec.notify)
             return code
 
 

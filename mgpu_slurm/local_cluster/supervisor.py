@@ -30,7 +30,7 @@ from mgpu_slurm.local_cluster.nodes import HeldNodes, Limit, Nodes, SimulatedNod
 from mgpu_slurm.rank.rank_info import limit_threads
 from mgpu_slurm.registry import dependencies
 from mgpu_slurm.request.spec import REQUEUE_EXIT_CODE, TERMINATED_EXIT_CODE, Spec, read_spec
-from mgpu_slurm.run_folder import records, states
+from mgpu_slurm.run_folder import notification, records, states
 from mgpu_slurm.run_folder.layout import RunFolder
 from mgpu_slurm.run_folder.record_types import Event
 from mgpu_slurm.training import entry
@@ -100,6 +100,7 @@ class Supervisor:
         except MgpuError as error:
             state, reason = self._nodes.lost() or (states.FAILED, str(error))
         records.settle_state(self._folder, state=state, reason=reason, ended=records.now())
+        notification.send(self._folder, self._spec.notify)
 
     def _run_attempts(self) -> tuple[str, str]:
         """Run attempts until none is due; return the final state and its reason."""

@@ -18,6 +18,7 @@ from mgpu_slurm.request.parallelism import DEFAULT_PARALLELISM, Parallelism
 from mgpu_slurm.request.profile_window import ProfileWindow
 from mgpu_slurm.request.time_limit import parse_time
 from mgpu_slurm.run_folder.layout import LONGEST_NAME, RUN_NAME, RunFolder
+from mgpu_slurm.run_folder.notification import check_address
 
 ExecutorName = Literal["slurm", "allocation", "local"]
 Kind = Literal["run", "sweep"]
@@ -189,6 +190,8 @@ class Spec:
     """Absolute paths of data sets to copy to the disk of each node."""
     stage_to: str | None = None
     """The folder there, with variables of the node; None for that of temporary files."""
+    notify: str | None = None
+    """The address of a web hook for the end of the run; `$NAME` is a variable of the job's environment."""
     measurement: Measurement | None = None
     """Ends the run once its speed is measured; None for the whole job."""
     cluster: str | None = None
@@ -214,6 +217,8 @@ class Spec:
             raise UserError(f"--retries {self.retries}: expected 0 or more")
         if not 0 <= self.stuck_after < math.inf:
             raise UserError(f"--stuck-after {self.stuck_after:g}: expected minutes, or 0 for never")
+        if self.notify is not None:
+            check_address(self.notify)
         if self.profile is not None:
             ProfileWindow.parse(self.profile).check(self.resources.ranks)
         # a command may start more ranks by itself, as torchrun does

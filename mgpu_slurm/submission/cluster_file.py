@@ -99,6 +99,8 @@ class ClusterFile:
     cluster: str | None = None
     """The default cluster."""
     clusters: dict[str, Cluster] = field(default_factory=dict)
+    notify: str | None = None
+    """The default of `--notify`."""
 
     def named(self, name: str | None) -> Cluster:
         """Return the cluster of this name; for None the file's default, the only one, or an empty one if there is none.
@@ -124,6 +126,7 @@ class _Keys:
 
     job: str | None = None
     cluster: str | None = None
+    notify: str | None = None
     clusters: dict[str, Config | None] = field(default_factory=dict)
 
 
@@ -178,7 +181,7 @@ def _typed(values: Config, source: str) -> ClusterFile:
     clusters = {
         name: _cluster(name, cluster or {}, f"{source}: cluster {name!r}") for name, cluster in keys.clusters.items()
     }
-    return ClusterFile(keys.job, keys.cluster, clusters)
+    return ClusterFile(keys.job, keys.cluster, clusters, keys.notify)
 
 
 def _cluster(name: str, values: Config, what: str) -> Cluster:

@@ -74,6 +74,8 @@ class Request:
     """Steps and ranks to record, such as `10-13@0`."""
     stage: tuple[str, ...] = ()
     """Data sets to copy to the disk of each node."""
+    notify: str | None = None
+    """The address of a web hook for the end of the run."""
     seeds: str | None = None
     """`5`, or `100%10` to run at most 10 at a time."""
     workers: int | None = None
@@ -194,6 +196,8 @@ def make(request: Request, cwd: Path, runs: Path, note: Note = quiet) -> Plan:
         profile=request.profile,
         stage=tuple(_staged(path, cwd) for path in request.stage),
         stage_to=chosen.stage_to,
+        # a sweep's workers end at any time
+        notify=None if request.workers is not None else request.notify or file.notify,
         measurement=request.measurement,
         cluster=chosen.name or None,
         setup=tuple(chosen.setup),

@@ -19,6 +19,7 @@ from mgpu_slurm.run_folder import records
 from mgpu_slurm.run_folder.layout import RunFolder
 from mgpu_slurm.slurm import sbatch
 from tests.support import processes_of, wait_until
+from tests.web_hook import web_hook
 
 SRUN = """
 import os, signal, subprocess, sys
@@ -220,8 +221,14 @@ def rank_1_is_killed(folder: RunFolder, attempts: int) -> Target:
     )
 
 
-def test_killed_rank_is_retried_in_the_same_job(folder: RunFolder, start_batch: StartBatch, scontrol: Path) -> None:
-    assert start_batch(rank_1_is_killed(folder, attempts=1)).wait() == 0
+def test_killed_rank_is_retried_in_the_same_job(
+    folder: RunFolder, start_batch: StartBatch, scontrol: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    with web_hook() as (address, posted):
+        assert start_batch(rank_1_is_killed(folder, attempts=1), notify=address).wait() == 0
+    # only the end of the run is posted
+    assert [(each["run"], each["state"], each["attempts"]) for each in posted] == [("try", "COMPLETED", 2)]
     assert [event.event for event in records.events(folder)] == ["started", "ended", "retried", "started", "ended"]
     state = records.read_state(folder)
     assert (state.state, state.reason, state.attempts, state.job_id) == ("COMPLETED", "", 2, "9")
