@@ -37,7 +37,27 @@ _executor_option = click.option(
 _cluster_option = click.option("--cluster", metavar="NAME", help="One of the clusters in mgpu.yaml.")
 
 
-@click.command()
+class _JobCommand(click.Command):
+    """A command whose `--help` also shows the config of a job that is named before it."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        ctx.meta[__name__] = list(args)
+        return super().parse_args(ctx, args)
+
+    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        super().format_epilog(ctx, formatter)
+        options, _, _ = self.make_parser(ctx).parse_args(ctx.meta[__name__])
+        words = options.get("words")
+        targets = [word for word in words if "=" not in word] if isinstance(words, (list, tuple)) else []
+        if targets:
+            from mgpu_slurm.submission.project import config_help
+
+            title, rows = config_help.rows(targets[0], Path.cwd())
+            with formatter.section(title):
+                formatter.write_dl(rows)
+
+
+@click.command(cls=_JobCommand)
 @click.argument("words", nargs=-1, metavar="[TARGET] [key=value ...] | -- COMMAND ...")
 @_config_option
 @resource_flags
@@ -87,7 +107,7 @@ def submit(
     It defaults to `job:` in mgpu.yaml, else jobs/digits.py if it exists. key=value sets the job's config (nested:
     model.width=32). Put a command, such as a torchrun script, after --.
 
-    By default: one node, all of its GPUs, one rank per GPU.
+    By default: one node, all of its GPUs, one rank per GPU. `submit TARGET --help` also shows the job's config.
 
     \b
       mgpu-slurm submit --nodes 2
@@ -248,7 +268,7 @@ def resume(
         print(how_to_follow(found.name))
 
 
-@click.command()
+@click.command(cls=_JobCommand)
 @click.argument("words", nargs=-1, metavar="[TARGET] [key=value ...]")
 @_config_option
 @click.option("--nodes", "sizes", required=True, metavar="N,N,...", help="Numbers of nodes, such as 1,2,4.")

@@ -58,7 +58,7 @@ def read(target: str, workdir: Path) -> Reading | None:
         UserError: there is no such file or function, the file is not Python, or the function is not a job function.
     """
     module, function = targets.split(target)
-    path = _file_of(module, workdir)
+    path = file_of(module, workdir)
     if path is None:
         return None
     try:
@@ -77,7 +77,7 @@ def read(target: str, workdir: Path) -> Reading | None:
     return file.reading(target, function)
 
 
-def _file_of(module: str, workdir: Path) -> Path | None:
+def file_of(module: str, workdir: Path) -> Path | None:
     """Return the module's file in the run's code; None for an installed module.
 
     Raises:
