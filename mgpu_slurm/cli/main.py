@@ -20,8 +20,8 @@ COMMANDS = [
     *(submit.submit, submit.resume, submit.scaling),
     *(manage.status, manage.logs, manage.wait, manage.cancel, manage.clean, manage.shell),
     *(sweeps.sweep, sweeps.best, sweeps.trials, sweeps.importance, sweeps.repair),
-    *(results.why, results.report, results.aggregate, results.tensorboard, results.efficiency),
-    *(results.profile, results.export),
+    *(results.why, results.diff, results.report, results.aggregate, results.tensorboard),
+    *(results.efficiency, results.profile, results.export),
 ]
 
 

@@ -1,4 +1,4 @@
-"""Show what runs came to: `why`, `report`, `aggregate`, `tensorboard`, `efficiency`, `profile` and `export`."""
+"""Show what runs came to: `why`, `diff`, `report`, `aggregate`, `tensorboard`, `efficiency`, `profile` and `export`."""
 
 from __future__ import annotations
 
@@ -38,6 +38,29 @@ def why(name: str, as_json: bool) -> None:
         print_lines([*reasons.lines_of_complete(folder, [state for _, state in runs])])
     for number, (run, state) in enumerate(asked):
         print_lines([*([""] if number else []), *reasons.lines(run, state)])
+
+
+@click.command()
+@click.argument("first", metavar="RUN", shell_complete=run_names)
+@click.argument("second", metavar="RUN", shell_complete=run_names)
+@click.option("--code", "as_patch", is_flag=True, help="Print a unified diff of their code instead.")
+@json_flag
+def diff(first: str, second: str, as_patch: bool, as_json: bool) -> None:
+    """Show what differs between two runs: config, request, code, environment and result."""
+    from mgpu_slurm.registry import lookup
+    from mgpu_slurm.reports import run_diff
+
+    folders = lookup.find(first), lookup.find(second)
+    if as_patch:
+        if as_json:
+            raise UserError("--code and --json cannot be combined: --json has the number of changed lines")
+        print_lines([*run_diff.patch(*folders)] or ["no difference"])
+        return
+    found = run_diff.compare(*folders)
+    if as_json:
+        print_json(found.to_json())
+    else:
+        print_lines(run_diff.lines(found))
 
 
 @click.command()

@@ -1,0 +1,165 @@
+"""What differs between two runs: config, request, code, environment and result."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from mgpu_slurm.core.files import read_json
+from mgpu_slurm.core.formatting import short_value
+from mgpu_slurm.request import config as configs
+from mgpu_slurm.request.spec import read_spec
+from mgpu_slurm.run_folder import records
+from mgpu_slurm.run_folder.layout import RunFolder
+
+Values = dict[str, tuple[Any, Any]]
+"""The values that differ by name, each in both runs; None where a run has none."""
+
+_OF_ONE_RUN = ("run", "config", "config_base", "submitted", "python", "project", "tasks", "after")
+"""Fields of a request that say nothing of what the run does, or are compared by themselves."""
+_ENVIRONMENT = ("python", "packages", "platform", "commit")
+
+
+@dataclass(frozen=True)
+class Changes:
+    """The lines by which a file differs."""
+
+    added: int
+    removed: int
+
+
+@dataclass(frozen=True)
+class RunDiff:
+    """What differs between two runs."""
+
+    runs: tuple[str, str]
+    config: Values
+    request: Values
+    code: dict[str, Changes]
+    environment: Values
+    result: Values
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def compare(first: RunFolder, second: RunFolder) -> RunDiff:
+    """Return what differs between two runs.
+
+    Raises:
+        UserError: the request of a run cannot be read.
+    """
+    return RunDiff(
+        runs=(first.run, second.run),
+        config=_differing(_config(first), _config(second)),
+        request=_differing(_request(first), _request(second)),
+        code={name: _changes(*texts) for name, texts in _changed_files(first, second).items()},
+        environment=_differing(_environment(first), _environment(second)),
+        result=_differing(_result(first), _result(second)),
+    )
+
+
+def lines(found: RunDiff) -> list[str]:
+    """Return a table of the differences."""
+    from tabulate import tabulate
+
+    rows = [["", "", *found.runs]]
+    for title in ("config", "request", "code", "environment", "result"):
+        part = getattr(found, title)
+        for number, (name, values) in enumerate(part.items()):
+            shown = [_counts(values)] if isinstance(values, Changes) else [_shown(value) for value in values]
+            rows.append(["" if number else title, name, *shown])
+        if not part:
+            rows.append([title, "(same)"])
+    return [line.rstrip() for line in tabulate(rows, tablefmt="plain", disable_numparse=True).splitlines()]
+
+
+def patch(first: RunFolder, second: RunFolder) -> Iterator[str]:
+    """Yield the lines of a unified diff of the code."""
+    for name, texts in _changed_files(first, second).items():
+        if None in [*map(_lines, texts)]:
+            yield f"Binary files {first.run}/{name} and {second.run}/{name} differ"
+            continue
+        before, after = [_lines(text) or [] for text in texts]
+        places = f"{first.run}/{name}", f"{second.run}/{name}"
+        yield from difflib.unified_diff(before, after, *places, lineterm="")
+
+
+def _config(folder: RunFolder) -> dict[str, Any]:
+    # it is in the request only as far as it was known at the submission
+    whole = folder.config if folder.config.exists() else None
+    return _flat(configs.read_yaml(whole) if whole else read_spec(folder).config)
+
+
+def _request(folder: RunFolder) -> dict[str, Any]:
+    plain: dict[str, Any] = configs.to_plain(read_spec(folder))
+    return _flat({name: value for name, value in plain.items() if name not in _OF_ONE_RUN})
+
+
+def _environment(folder: RunFolder) -> dict[str, Any]:
+    found = read_json(folder.environment) or {}
+    flat = _flat({name: found.get(name) for name in _ENVIRONMENT})
+    return {name.removeprefix("packages."): value for name, value in flat.items()}
+
+
+def _result(folder: RunFolder) -> dict[str, Any]:
+    record = read_json(folder.result)
+    return dict(record["result"] if record else records.read_state(folder).metrics)
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return nested values by names such as `model.width`."""
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        found |= _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
+    return found
+
+
+def _differing(first: Mapping[str, Any], second: Mapping[str, Any]) -> Values:
+    pairs = {name: (first.get(name), second.get(name)) for name in {**first, **second}}
+    # NaN is the same as NaN here
+    return {name: pair for name, pair in pairs.items() if json.dumps(pair[0]) != json.dumps(pair[1])}
+
+
+def _changed_files(first: RunFolder, second: RunFolder) -> dict[str, tuple[bytes | None, bytes | None]]:
+    """Return the contents of each file of the code that differs; None for one that does not exist."""
+    before, after = _files(first.code), _files(second.code)
+    found = {}
+    for name in sorted({*before, *after}):
+        contents = tuple(each[name].read_bytes() if name in each else None for each in (before, after))
+        if contents[0] != contents[1]:
+            found[name] = (contents[0], contents[1])
+    return found
+
+
+def _files(code: Path) -> dict[str, Path]:
+    paths = code.rglob("*") if code.is_dir() else []
+    return {str(path.relative_to(code)): path for path in paths if path.is_file() and "__pycache__" not in path.parts}
+
+
+def _changes(before: bytes | None, after: bytes | None) -> Changes:
+    old, new = _lines(before) or [], _lines(after) or []
+    told = [line[:1] for line in difflib.unified_diff(old, new, n=0, lineterm="")][2:]
+    return Changes(told.count("+"), told.count("-"))
+
+
+def _lines(content: bytes | None) -> list[str] | None:
+    """Return the lines of a file; none if it does not exist, None if it is not text."""
+    try:
+        return (content or b"").decode().splitlines()
+    except UnicodeDecodeError:
+        return None
+
+
+def _counts(changes: Changes) -> str:
+    # a file that is not text has no lines
+    is_counted = changes.added or changes.removed
+    return f"+{changes.added} -{changes.removed} lines" if is_counted else "differs"
+
+
+def _shown(value: object) -> str:
+    return "-" if value is None else short_value(value)

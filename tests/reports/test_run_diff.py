@@ -1,0 +1,54 @@
+"""What differs between two runs is found, and nothing else."""
+
+from __future__ import annotations
+
+import json
+
+from mgpu_slurm.core.files import read_json, write_json
+from mgpu_slurm.run_folder.layout import RunFolder
+from tests.support import Project
+
+JOB = "def train(run, lr: float = 0.1, epochs: int = 1):\n    for epoch in run.restore().epochs(epochs):\n"
+REPORT = "        run.report(epoch, loss=lr)\n"
+
+
+def test_two_runs_are_compared(project: Project) -> None:
+    project.write("job.py", JOB + REPORT)
+    project.write("notes.txt", "as before\n")
+    first = project.submit("job.py")
+    project.write("job.py", JOB + "        # one more line\n" + REPORT)
+    (project.folder / "data.bin").write_bytes(b"\xff\xfe")
+    second = project.submit("job.py", "lr=0.2", "--time", "5")
+    for folder in (first, second):
+        project.finish(folder)
+    environment = RunFolder(second).environment
+    found = read_json(environment) or {}
+    write_json(environment, found | {"packages": found["packages"] | {"click": "0.1"}})
+    done = project.call("diff", "--json", first.name, second.name)
+    assert done.returncode == 0, done.stderr
+    diff = json.loads(done.stdout)
+    assert diff["runs"] == [first.name, second.name]
+    assert diff["config"] == {"lr": [0.1, 0.2]}
+    assert diff["request"] == {"lead": [None, 60], "resources.time": [None, "5"]}
+    assert diff["code"] == {"data.bin": {"added": 0, "removed": 0}, "job.py": {"added": 1, "removed": 0}}
+    assert diff["environment"] == {"click": [found["packages"]["click"], "0.1"]}
+    assert diff["result"] == {"loss": [0.1, 0.2]}
+    table = [line.split() for line in project.call("diff", first.name, second.name).stdout.splitlines()]
+    assert table == [
+        [first.name, second.name],
+        ["config", "lr", "0.1", "0.2"],
+        ["request", "resources.time", "-", "5"],
+        ["lead", "-", "60"],
+        ["code", "data.bin", "differs"],
+        ["job.py", "+1", "-0", "lines"],
+        ["environment", "click", found["packages"]["click"], "0.1"],
+        ["result", "loss", "0.1", "0.2"],
+    ]
+    patch = project.call("diff", first.name, second.name, "--code").stdout.splitlines()
+    assert patch[0] == f"Binary files {first.name}/data.bin and {second.name}/data.bin differ"
+    assert [line for line in patch if line[:1] == "+"] == [f"+++ {second.name}/job.py", "+        # one more line"]
+    same = project.call("diff", first.name, first.name).stdout.split()
+    assert same[2:] == [
+        each for title in ("config", "request", "code", "environment", "result") for each in (title, "(same)")
+    ]
+    assert project.call("diff", first.name, first.name, "--code").stdout == "no difference\n"
