@@ -179,7 +179,7 @@ def reason(workers: Sequence[RunState], summary: SweepSummary, state: str) -> st
     if states.is_alive(state):
         running = sum(worker.state == states.RUNNING for worker in workers)
         return f"{told}, {running} of {counted(len(workers), 'worker')} running"
-    if summary.over is not None and not summary.unconfirmed:
+    if summary.is_over and summary.over is not None:
         return f"{told}: {summary.over.reason}"
     if state == states.COMPLETED:
         return told

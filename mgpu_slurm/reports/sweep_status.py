@@ -7,7 +7,7 @@ from datetime import datetime, timezone
 from itertools import chain
 from pathlib import Path
 
-from mgpu_slurm.core.formatting import cut, duration, program, short_path, short_value, time_of
+from mgpu_slurm.core.formatting import counted, cut, duration, program, short_path, short_value, time_of
 from mgpu_slurm.registry.sweep_state import is_confirmation, overall, reason, seconds_left, summary_of
 from mgpu_slurm.request.spec import read_spec
 from mgpu_slurm.run_folder import records, states
@@ -44,7 +44,7 @@ def lines(folder: RunFolder, workers: Sequence[RunState], room: int | None = Non
 
 
 def _why(workers: Sequence[RunState], summary: SweepSummary, state: str) -> str:
-    if summary.over is not None and not summary.unconfirmed:
+    if summary.is_over and summary.over is not None:
         return f": {summary.over.reason}"
     ended_early = not states.is_alive(state) and state != states.COMPLETED
     return f": {reason(workers, summary, state)}" if ended_early else ""
@@ -52,8 +52,7 @@ def _why(workers: Sequence[RunState], summary: SweepSummary, state: str) -> str:
 
 def _advice(study: str, workers: Sequence[RunState], summary: SweepSummary, state: str) -> list[str]:
     left = summary.trials["RUNNING"] + summary.trials["WAITING"] + summary.promotable + summary.unconfirmed
-    is_over = summary.over is not None and not summary.unconfirmed
-    if is_over or states.is_alive(state) or state == states.COMPLETED or not left:
+    if summary.is_over or states.is_alive(state) or state == states.COMPLETED or not left:
         return []
     return [] if "resume" in reason(workers, summary, state) else [f"continue  {program()} resume {study}"]
 
@@ -157,23 +156,34 @@ def _workers(workers: Sequence[RunState]) -> list[str]:
 
     now = datetime.now(timezone.utc)
     rows = [["WORKER", "STATE", "ATTEMPT", "JOB", "TRIAL", "PROGRESS", "TIME", "METRICS, REASON"]]
+    first_with: dict[str, str] = {}
     for worker in chain.from_iterable(each.by_process() for each in sorted(workers, key=_by_life)):
         trial = worker.trial
         has_trial = trial is not None and worker.state == states.RUNNING
         metrics = parameters(worker.metrics) if has_trial else ""
+        number = worker.run.rpartition("/")[2]
+        # workers that have failed alike do not repeat an error
+        first = first_with.setdefault(worker.reason, number)
+        why = worker.reason if first == number or states.is_alive(worker.state) else f"as worker {first}"
         rows.append(
             [
-                worker.run.rpartition("/")[2],
+                number,
                 worker.state,
                 str(worker.attempts),
                 worker.job_id or "",
                 str(trial) if has_trial else "",
                 str(worker.progress or "") if has_trial else "",
                 duration(_seconds(worker, now)) if worker.started else "",
-                "  ".join(filter(None, [metrics, worker.reason])),
+                "  ".join(filter(None, [metrics, ended_here(worker), why])),
             ]
         )
     return [line.rstrip() for line in tabulate(rows, tablefmt="plain", disable_numparse=True).splitlines()]
+
+
+def ended_here(worker: RunState) -> str:
+    """Return how many trials a worker without a trial has ended; those that it has paused may end elsewhere."""
+    ended = worker.metrics.get("trials") if worker.trial is None else None
+    return "" if ended is None else f"{counted(round(float(ended)), 'trial')} ended here"
 
 
 def _by_life(worker: RunState) -> tuple[bool, bool]:
@@ -187,13 +197,21 @@ def trial_line(trial: TrialSummary, summary: SweepSummary) -> str:
     values = _values(summary, trial)
     at = f" at {trial.progress}" if trial.state == "PRUNED" and trial.progress is not None else ""
     seconds = f"  ({duration(trial.seconds)})" if trial.seconds is not None else ""
-    why = f": {trial.reason}" if trial.reason else ""
+    why = f": {_reason(trial, summary)}" if trial.reason else ""
     is_best = summary.best is not None and summary.best.number == trial.number
     mark = "  best so far" if is_best else ""
     if summary.metrics:
         mark = "  on the front" if any(trial.number == each.number for each in summary.front) else ""
     value = f"  {values}" if values else ""
     return f"-- trial {trial.number:>3}  {words}{at}{why}{value}  {parameters(trial.params)}{seconds}{mark}"
+
+
+def _reason(trial: TrialSummary, summary: SweepSummary) -> str:
+    """Return why a trial has ended; the error of an earlier one, which may be long, is not repeated."""
+    alike = [each.number for each in summary.recent if (each.state, each.reason) == (trial.state, trial.reason)]
+    if trial.state != "FAIL" or alike[:1] in ([], [trial.number]):
+        return trial.reason
+    return f"as trial {alike[0]}"
 
 
 def ending_lines(folder: RunFolder, workers: Sequence[RunState]) -> list[str]:

@@ -140,6 +140,11 @@ class SweepSummary(Record):
         )
 
     @property
+    def is_over(self) -> bool:
+        """Whether no more trials start, and none of the best is left to be trained again."""
+        return self.over is not None and not self.unconfirmed
+
+    @property
     def ended(self) -> int:
         """The number of trials that have ended."""
         return sum(self.trials[state] for state in ("COMPLETE", "PRUNED", "FAIL"))

@@ -15,7 +15,7 @@ from mgpu_slurm.registry.watch import Watch
 from mgpu_slurm.reports.live import progress_line
 from mgpu_slurm.reports.live.log_view import LogView
 from mgpu_slurm.reports.run_summary import RankWarning, rank_warnings, warning_lines
-from mgpu_slurm.reports.sweep_status import new_lines
+from mgpu_slurm.reports.sweep_status import ended_here, new_lines
 from mgpu_slurm.run_folder import records, states
 from mgpu_slurm.run_folder.layout import RunFolder
 from mgpu_slurm.run_folder.record_types import Event, RunState
@@ -138,6 +138,7 @@ def follow_group(folder: RunFolder, without: Iterable[int] = (), draw: Note = qu
     notes: list[str] = []
     watch = Watch(folder, notes.append)
     shown: dict[str, str] = {}
+    failed: dict[str, str] = {}
     shown_trials = set(without)
     while True:
         found = watch.states()
@@ -146,7 +147,7 @@ def follow_group(folder: RunFolder, without: Iterable[int] = (), draw: Note = qu
         for state in found:
             if state.state not in (shown.get(state.run), states.PENDING):
                 shown[state.run] = state.state
-                yield f"-- {state.run}  {state.state}{_words(state)}\n"
+                yield f"-- {state.run}  {state.state}{_words(state, failed)}\n"
         if not any(states.is_alive(state.state) for state in found):
             return
         draw(progress_line.of_group(folder, found))
@@ -159,10 +160,18 @@ def _said(notes: list[str]) -> Iterator[str]:
         yield f"-- {notes.pop(0)}\n"
 
 
-def _words(state: RunState) -> str:
-    """Return the details on a run whose state has changed."""
+def _words(state: RunState, failed: dict[str, str]) -> str:
+    """Return the details on a run whose state has changed.
+
+    Args:
+        failed: the first run that has failed for each reason; this one is added. An error may be long.
+    """
     if state.state == states.COMPLETED:
-        return "".join(f"  {name} {value:.4g}" for name, value in state.metrics.items())
+        metrics = (f"{name} {value:.4g}" for name, value in state.metrics.items())
+        return "".join(f"  {words}" for words in ([ended_here(state)] if state.kind == "worker" else metrics) if words)
+    if state.reason and not states.is_alive(state.state):
+        first = failed.setdefault(state.reason, state.run)
+        return f": as {first}" if first != state.run else f": {state.reason}"
     return f": {state.reason}" if state.reason else ""
 
 
