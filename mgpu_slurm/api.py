@@ -34,6 +34,12 @@ class _Submitted:
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.name} {self.state}>"
 
+    def _repr_html_(self) -> str:
+        """Return what Jupyter shows: the table of `status`, and a small curve."""
+        from mgpu_slurm.reports.live import notebook
+
+        return notebook.html(self.files, current_state.current([self.files]))
+
     @property
     def name(self) -> str:
         return self.files.run
@@ -268,11 +274,9 @@ def submit(
             `jobs.digits:train`; or a command as a sequence of words.
         config: an instance of the function's dataclass, or a mapping of the values that differ from its defaults.
         executor: `auto` (SLURM if there is an sbatch, else local), `slurm`, `allocation` or `local`.
-        retries: maximum consecutive restarts after a failure of any kind. By default, only failures of the cluster
-            cause a restart, up to 3 times without a new checkpoint.
+        retries: maximum consecutive restarts after any failure; by default 3, after failures of the cluster only.
         stuck_after: minutes without progress on a rank after which an attempt is stopped; 30 by default, 0 disables.
-        strategy: how the ranks share the model, as in `run.wrap`: `ddp` (the default), `zero2`, `fsdp`, `hsdp`, or
-            `single` or `dp` for one rank with several GPUs.
+        strategy: how ranks share the model: `ddp` (the default), `zero2`, `fsdp`, `hsdp`, or `single` or `dp`.
         shard: number of ranks that hold one copy of a sharded model; by default all, with `hsdp` those of a node.
         tensor: number of ranks that compute each layer together, as in `run.wrap(plan=...)`.
         pipeline: number of stages that hold consecutive layers, as in `run.pipeline`.

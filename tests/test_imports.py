@@ -43,7 +43,7 @@ MAY_IMPORT = {
     "sweeps": "core run_folder request slurm registry submission job rank metrics checkpoints training",
     # what people call
     "reports": "core run_folder request slurm executors registry submission metrics sweeps",
-    "api": "core run_folder request registry submission sweeps",
+    "api": "core run_folder request registry submission sweeps reports",
     "doctor": "core run_folder request slurm executors registry submission job rank training api",
     "cli": "core run_folder request slurm executors registry submission sweeps reports api doctor checkpoints",
 }

@@ -94,7 +94,7 @@ def table(
 
 
 def _lines(entries: list[RunState]) -> list[str]:
-    return _aligned(_rows(entries))
+    return _aligned(cells(entries))
 
 
 def _narrow_lines(entries: list[RunState], columns: int, least_for_last: int = 0) -> list[str]:
@@ -103,7 +103,7 @@ def _narrow_lines(entries: list[RunState], columns: int, least_for_last: int = 0
     Args:
         least_for_last: minimum width of the last column (reasons and metrics).
     """
-    rows = [[_shortened(row[0]), *row[1:]] for row in _rows(entries)]
+    rows = [[_shortened(row[0]), *row[1:]] for row in cells(entries)]
     for name in _LEFT_OUT_FIRST:
         # reasons and metrics may be cut
         wide = {title: max(map(len, (title, *cells))) for title, *cells in zip(*rows, strict=True)}
@@ -116,7 +116,7 @@ def _narrow_lines(entries: list[RunState], columns: int, least_for_last: int = 0
     return _aligned(rows)
 
 
-def _rows(entries: list[RunState]) -> list[list[str]]:
+def cells(entries: list[RunState]) -> list[list[str]]:
     """Return the header and a row for each entry, without empty columns."""
     now = datetime.now(timezone.utc)
     rows = [_row(state, now) for state in entries]
