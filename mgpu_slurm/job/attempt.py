@@ -108,6 +108,7 @@ def run_attempt(folder: RunFolder, spec: Spec, launch: Launch) -> Ending:
     records.settle_event(folder, "started", **started, **retry_policy.checkpoint_fact(folder))
     began = records.read_state(folder).started or records.now()
     first_started = next((event.time for event in records.events(folder) if event.event == "started"), began)
+    # what an earlier attempt said of its progress
     fresh = {"total": None, "pace": None, "reported": None}
     records.settle_state(
         folder,

@@ -163,7 +163,7 @@ def test_run_can_be_followed_from_another_shell_until_its_end(
     submitted, job = facts["submitted"], facts["job_id"]
     expected = {"run": run.name, "kind": "run", "state": "PENDING", "reason": "JobHeldUser", "job_id": job}
     expected |= {"attempts": 0, "nodes": 2, "ranks": 4, "step": 0, "progress": 0, "metrics": {}, "group": None}
-    expected |= {"curves": {}}
+    expected |= {"curves": {}, "total": None, "left_seconds": None}
     expected |= {"submitted": submitted, "started": None, "ended": None}
     assert facts == expected
     assert cluster.job(job)["JobName"] == run.name

@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mgpu_slurm.core.errors import UserError
-from mgpu_slurm.core.hostlist import expand
 from mgpu_slurm.registry import lookup
 from mgpu_slurm.run_folder import records
 from mgpu_slurm.run_folder.layout import RunFolder
+
+_RANKS = re.compile(r"(\d{1,9})(?:-(\d{1,9}))?")
 
 
 @dataclass(frozen=True)
@@ -98,12 +99,18 @@ def ranks_of(text: str, folder: RunFolder) -> list[int]:
     if text == "all":
         # a resumed run may have had more
         return sorted({*range(now), *_ranks_with_logs(folder)})
-    if not re.fullmatch(r"\d+(-\d+)?(,\d+(-\d+)?)*", text):
+    parts = [_RANKS.fullmatch(part) for part in text.split(",")]
+    ends = [(int(part[1]), int(part[2] or part[1])) for part in parts if part is not None]
+    if len(ends) < len(parts) or any(last < first for first, last in ends):
         raise UserError(f"--rank {text!r}: expected a rank, several such as 0,4-7, or all")
-    found = sorted({int(each) for each in expand(f"[{text}]")})
-    if found[-1] >= now and not {*found} <= {*range(now), *_ranks_with_logs(folder)}:
+    known = {*range(now), *_ranks_with_logs(folder)}
+    if any(last > max(known) for _, last in ends) or not (found := _between(ends)) <= known:
         raise UserError(f"--rank {text}: run {folder.run} has ranks 0 to {now - 1}")
-    return found
+    return sorted(found)
+
+
+def _between(ends: Sequence[tuple[int, int]]) -> set[int]:
+    return {rank for first, last in ends for rank in range(first, last + 1)}
 
 
 def _ranks_with_logs(folder: RunFolder) -> set[int]:

@@ -43,7 +43,7 @@ def test_lines_of_several_ranks_begin_with_the_rank(folder: RunFolder) -> None:
     assert shown(folder, "2", tail=0) == ""
 
 
-@pytest.mark.parametrize("ranks", ["", "-1", "1,", "x", "1.5", "-"])
+@pytest.mark.parametrize("ranks", ["", "-1", "1,", "x", "1.5", "-", "2-1"])
 def test_what_is_no_rank_is_named(folder: RunFolder, ranks: str) -> None:
     with pytest.raises(UserError, match=f"^--rank {re.escape(repr(ranks))}: expected a rank"):
         log_view.ranks_of(ranks, folder)
@@ -52,7 +52,7 @@ def test_what_is_no_rank_is_named(folder: RunFolder, ranks: str) -> None:
 def test_rank_of_an_earlier_attempt_can_be_named_and_unknown_ones_cannot(folder: RunFolder) -> None:
     assert log_view.ranks_of("all", folder) == [0, 1, 2, 11]
     assert log_view.ranks_of("11", folder) == [11]
-    for missing in ("12", "2-5"):
+    for missing in ("12", "2-5", "0-999999999"):
         with pytest.raises(UserError, match=f"--rank {missing}: run x has ranks 0 to 2"):
             log_view.ranks_of(missing, folder)
 
