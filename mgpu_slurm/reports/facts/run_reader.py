@@ -98,7 +98,7 @@ class RunReader:
             attempts=_attempts(folder, state, times, self._asks),
             config=history.identity(folder, spec)[1],
             progress=points.progress,
-            total=getattr(state, "total", None),
+            total=state.total,
             step=points.step,
             seconds=sum(each.seconds for each in times),
             asked=None if use is None else use.facts.asked,
