@@ -160,7 +160,12 @@ def grouped(found: Sequence[History], by: Sequence[str] = (), together: bool = F
 
 
 def _values_of(keys: Sequence[str]) -> Callable[[History], str]:
-    return lambda history: json.dumps([history.config.get(key) for key in keys], default=str)
+    return lambda history: json.dumps([_comparable(history.config.get(key)) for key in keys], default=str)
+
+
+def _comparable(value: Any) -> Any:
+    """Return a value such that 8 and 8.0 are equal: TensorBoard keeps all numbers as the latter."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def _rank(value: Any) -> tuple[int, float, str]:
@@ -172,7 +177,7 @@ def _rank(value: Any) -> tuple[int, float, str]:
 
 def _whole_identity(together: bool) -> Callable[[History], str]:
     def identity(history: History) -> str:
-        config = {key: value for key, value in history.config.items() if not is_seed(key)}
+        config = {key: _comparable(value) for key, value in history.config.items() if not is_seed(key)}
         place = [history.place] if together else [history.place, history.name]
         origin = place if _is_unknown(history) else [history.target]
         return json.dumps([origin, config], sort_keys=True, default=str)

@@ -56,6 +56,8 @@ def test_by_groups_runs_by_the_given_keys() -> None:
     assert len(members(runs, "lr", "width")) == 4
     with pytest.raises(UserError, match=r"--by widht: no run has it in its config \(did you mean 'width'\?\)"):
         grouped(runs, ["widht"])
+    # as TensorBoard has it
+    assert members([*runs[:2], history("hparams", width=16.0)], "width")["width=16"] == ["0.1-16", "hparams"]
     assert set(members([*runs, history("other", lr=0.1)], "width")) == {"width=16", "width=32", "width=none"}
 
 
