@@ -17,12 +17,14 @@ from optuna.storages import JournalStorage
 from optuna.storages.journal import JournalFileBackend
 from playwright.sync_api import Browser, Page
 
+from mgpu_slurm.metrics.reporter import Reporter
 from mgpu_slurm.reports.facts.gather import Wish
 from mgpu_slurm.reports.page.make_report import make
 from mgpu_slurm.reports.page.markup import number
 from mgpu_slurm.reports.page.svg import log_ticks, ticks
 from tests.browser import opened, overflow, pdf_pages, violations
 from tests.reports.page.hostile_runs import hostile_runs
+from tests.reports.sweeps import make_sweep
 from tests.support import Project, make_project
 
 JOB = """
@@ -237,15 +239,8 @@ def test_filter_holds_in_the_table_and_in_all_charts(report: Report, page: Page)
     assert failed
 
 
-def test_brush_of_an_axis_chooses_trials(report: Report, page: Page) -> None:
-    everything = visible(page)
-    middle = math.sqrt(0.001)
-    expected = {
-        place
-        for place, run in enumerate(report.facts["runs"])
-        if run["kind"] == "trial" and run["config"]["lr"] > middle
-    }
-    assert 0 < len(expected) < len(report.indices(kind="trial"))
+def brush_upper_half(page: Page) -> None:
+    """Drag along the first axis of the parallel coordinates."""
     axis = page.locator("#sweep-0-parallel .upright").first
     axis.scroll_into_view_if_needed()
     box = axis.locator("rect").bounding_box()
@@ -255,12 +250,41 @@ def test_brush_of_an_axis_chooses_trials(report: Report, page: Page) -> None:
     page.mouse.down()
     page.mouse.move(x, box["y"] + box["height"] / 2, steps=3)
     page.mouse.up()
+
+
+def test_brush_of_an_axis_chooses_trials(report: Report, page: Page) -> None:
+    everything = visible(page)
+    middle = math.sqrt(0.001)
+    expected = {
+        place
+        for place, run in enumerate(report.facts["runs"])
+        if run["kind"] == "trial" and run["config"]["lr"] > middle
+    }
+    assert 0 < len(expected) < len(report.indices(kind="trial"))
+    brush_upper_half(page)
     assert page.locator(".brush").count() == 1
     assert visible(page) == visible(page, "#sweep-0-parallel .line") == expected
     assert visible(page, "#sweep-0-history .point") == expected
     page.keyboard.press("Escape")
     assert visible(page) == everything
     assert page.locator(".brush").count() == 0
+
+
+def test_brush_chooses_all_seeds_of_a_trial(browser: Browser, tmp_path: Path) -> None:
+    sweep = make_sweep(tmp_path, seeds=2, pruner="none", space={"lr": {"float": [0.0, 1.0]}})
+    for _ in range(6):
+        trial = sweep.begin()
+        for seed in (0, 1):
+            run = sweep.folder.of_trial(trial).of_seed(seed)
+            run.path.mkdir(parents=True)
+            Reporter(run, 1).report(1, 1, {"loss": 1.0 + seed})
+        sweep.study.tell(trial, 1.5)
+    facts = make([str(sweep.folder.path)], Wish(), tmp_path / "page.html", None, True)
+    expected = {place for place, run in enumerate(facts.runs) if run.config["lr"] > 0.5}
+    assert 0 < len(expected) < len(facts.runs) == 12
+    with opened(browser, tmp_path / "page.html") as view:
+        brush_upper_half(view.page)
+        assert visible(view.page) == expected
 
 
 def test_mark_of_a_trial_lights_its_row_and_its_other_marks(page: Page) -> None:

@@ -271,3 +271,19 @@ def test_several_objectives_have_a_front(tmp_path: Path) -> None:
         {"loss": 2.0, "accuracy": 0.25},
         {"loss": 3.0, "accuracy": 0.75},
     ]
+
+
+def test_trial_with_several_seeds_is_several_runs(tmp_path: Path) -> None:
+    made = make_sweep(tmp_path, seeds=2, pruner="none", space={"lr": {"float": [0.1, 1.0]}})
+    number = made.begin()
+    for seed in (0, 1):
+        run = made.folder.of_trial(number).path / "seeds" / str(seed)
+        run.mkdir(parents=True)
+        reported(run, 2.0 + seed)
+    made.study.tell(number, 2.5)
+    facts = found(made.folder.path)
+    assert [(run.run, run.config["seed"], run.metrics["loss"].last) for run in facts.runs] == [
+        ("digits/trials/0/seeds/0", 0, 2.0),
+        ("digits/trials/0/seeds/1", 1, 3.0),
+    ]
+    assert list(facts.sweeps[0].study.seeds) == [0, 1]
