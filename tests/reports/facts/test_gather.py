@@ -7,10 +7,13 @@ import math
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import optuna
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as some
 from optuna.trial import TrialState
 
 from mgpu_slurm.core.errors import UserError
@@ -21,6 +24,7 @@ from mgpu_slurm.reports.facts.report_facts import Facts, RunFacts
 from mgpu_slurm.run_folder import records
 from mgpu_slurm.run_folder.layout import RunFolder
 from tests.metrics.event_files import ended_run, opened, scalar, write
+from tests.reports.facts.histories import Attempts, attempts, kept, lines
 from tests.reports.sweeps import Sweeping, make_sweep
 from tests.support import Project, restore_version_0_1
 from tests.sweeps import sweeps
@@ -77,6 +81,25 @@ def test_run_with_two_attempts(tmp_path: Path) -> None:
     assert (first["job_id"], first["nodes"]) == ("7", ["n1", "n2"])
     assert first["ended_by"]
     assert (second["ended_by"], second["then"]) == ("", "")
+
+
+@settings(max_examples=40)
+@given(attempts(), some.randoms())
+def test_numbers_of_random_attempts_are_those_of_the_file(history: Attempts, random: Any) -> None:
+    with TemporaryDirectory() as base:
+        run = RunFolder(ended_run(Path(base) / "run"))
+        run.metrics.write_text("".join(f"{each}\n" for each in lines(history, random)))
+        (shown,) = as_json(found(run.path))["runs"]
+    expected = kept(history)
+    assert (shown["progress"], shown["step"]) == ((expected[-1][0], expected[-1][0] * 10) if expected else (0, 0))
+    names = {name for _, metrics in expected for name in metrics}
+    assert shown["metrics"].keys() == names
+    for name in names:
+        values = [metrics[name] for _, metrics in expected if name in metrics]
+        finite = [value for value in values if math.isfinite(value)]
+        best = min(finite, default=None) if name == "loss" else max(finite, default=None)
+        last = values[-1] if math.isfinite(values[-1]) else None
+        assert (shown["metrics"][name]["last"], shown["metrics"][name]["best"]) == (last, best)
 
 
 def test_wish_decides_on_metric_and_direction(tmp_path: Path) -> None:

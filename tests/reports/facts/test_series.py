@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from datetime import datetime, timezone
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -16,16 +15,7 @@ from hypothesis import strategies as some
 from mgpu_slurm.reports.aggregation.merging import Curve
 from mgpu_slurm.reports.facts import series
 from mgpu_slurm.reports.facts.series import Points
-
-BEGIN = 1_800_000_000.0
-NAMES = ("loss", "accuracy", "</script>", "ü" * 100)
-
-
-def line(progress: int, metrics: dict[str, float], attempt: int = 1, seconds: float = 0.0, **changes: Any) -> str:
-    time = datetime.fromtimestamp(BEGIN + seconds, timezone.utc).isoformat()
-    return json.dumps(
-        {"progress": progress, "step": progress * 10, "time": time, "attempt": attempt, "metrics": metrics} | changes
-    )
+from tests.reports.facts.histories import BEGIN, Attempts, attempts, kept, line, lines
 
 
 def read(folder: Path, *lines: str, spans: list[tuple[float, float]] | None = None) -> Points:
@@ -34,39 +24,15 @@ def read(folder: Path, *lines: str, spans: list[tuple[float, float]] | None = No
     return series.points(series.read(path), spans or [])
 
 
-@some.composite
-def attempts(draw: some.DrawFn) -> list[list[tuple[int, dict[str, float]]]]:
-    """The reports of each attempt, by increasing progress from any place on."""
-    metrics = some.dictionaries(some.sampled_from(NAMES), some.floats(), max_size=3)
-    progress = some.lists(some.integers(0, 30), unique=True, max_size=8).map(sorted)
-    return [
-        [(at, draw(metrics)) for at in draw(progress)]
-        for _ in range(draw(some.integers(0, 4)))
-    ]  # fmt: skip
-
-
 @given(attempts(), some.randoms())
-def test_later_attempt_replaces_all_from_its_first_progress_on(
-    history: list[list[tuple[int, dict[str, float]]]], random: Any
-) -> None:
-    firsts = [min((at for at, _ in reports), default=math.inf) for reports in history]
-    kept = [
-        (at, metrics)
-        for place, reports in enumerate(history)
-        for at, metrics in reports
-        if at < min(firsts[place + 1 :], default=math.inf)
-    ]
-    # an old process may still write when the next attempt has begun; the lines of each are in their order
-    writers = [attempt for attempt, reports in enumerate(history, 1) for _ in reports]
-    random.shuffle(writers)
-    waiting = {attempt: iter(reports) for attempt, reports in enumerate(history, 1)}
-    lines = [line(*next(waiting[attempt]), attempt=attempt) for attempt in writers]
+def test_later_attempt_replaces_all_from_its_first_progress_on(history: Attempts, random: Any) -> None:
+    expected = kept(history)
     with TemporaryDirectory() as folder:
-        found = read(Path(folder), *lines)
-    assert (found.progress, found.step) == ((kept[-1][0], kept[-1][0] * 10) if kept else (0, 0))
-    assert set(found.series) == {name for _, metrics in kept for name in metrics}
+        found = read(Path(folder), *lines(history, random))
+    assert (found.progress, found.step) == ((expected[-1][0], expected[-1][0] * 10) if expected else (0, 0))
+    assert set(found.series) == {name for _, metrics in expected for name in metrics}
     for name, each in found.series.items():
-        points = [(at, metrics[name]) for at, metrics in kept if name in metrics]
+        points = [(at, metrics[name]) for at, metrics in expected if name in metrics]
         np.testing.assert_array_equal(each.progress, [at for at, _ in points])
         np.testing.assert_array_equal(each.step, [at * 10 for at, _ in points])
         np.testing.assert_array_equal(each.value, [value for _, value in points])
@@ -77,10 +43,10 @@ def test_later_attempt_replaces_all_from_its_first_progress_on(
 
 
 def test_minutes_are_those_at_work(tmp_path: Path) -> None:
-    lines = [line(at, {"loss": 1.0}, seconds=seconds) for at, seconds in ((1, 60), (2, 120), (3, 700))]
+    written = [line(at, {"loss": 1.0}, seconds=seconds) for at, seconds in ((1, 60), (2, 120), (3, 700))]
     spans = [(BEGIN + 640, BEGIN + 1000), (BEGIN, BEGIN + 180)]
-    assert read(tmp_path, *lines, spans=spans).series["loss"].minutes.tolist() == [1.0, 2.0, 4.0]
-    assert np.isnan(read(tmp_path, *lines).series["loss"].minutes).all()
+    assert read(tmp_path, *written, spans=spans).series["loss"].minutes.tolist() == [1.0, 2.0, 4.0]
+    assert np.isnan(read(tmp_path, *written).series["loss"].minutes).all()
 
 
 def test_damaged_lines_are_counted_and_a_torn_last_one_is_not(tmp_path: Path) -> None:
