@@ -12,12 +12,12 @@ from mgpu_slurm.metrics.sinks import (
     EventFiles,
     LiveState,
     MetricsFile,
-    Report,
     Screen,
     Tolerance,
     Tolerant,
 )
 from mgpu_slurm.run_folder.layout import RunFolder
+from mgpu_slurm.run_folder.record_types import Report
 from mgpu_slurm.run_folder.records import now
 
 

@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from datetime import datetime
 from typing import Any
 
@@ -18,21 +18,8 @@ from mgpu_slurm.metrics.event_writer import EventWriter
 from mgpu_slurm.metrics.pace import Pace
 from mgpu_slurm.rank import crash
 from mgpu_slurm.run_folder.layout import RunFolder
+from mgpu_slurm.run_folder.record_types import Report
 from mgpu_slurm.run_folder.records import read_state, update_state
-
-
-@dataclass(frozen=True)
-class Report:
-    """One report of a run; the fields are those of a line of `metrics.jsonl`."""
-
-    progress: int
-    step: int
-    time: str
-    """When it was reported, as `records.now` returns it."""
-    attempt: int
-    metrics: dict[str, float]
-    curves: dict[str, float] = field(default_factory=dict)
-    """What was measured without the job's code, such as the time of a step."""
 
 
 class Sink(ABC):
@@ -155,8 +142,7 @@ class EventFiles(Sink):
 
     def report(self, report: Report) -> None:
         self._writer = self._writer or EventWriter(self._folder, self._begins_at)
-        # a job's own metric of the same name is what it means
-        self._writer.add(report.step, report.curves | report.metrics, datetime.fromisoformat(report.time).timestamp())
+        self._writer.add(report.step, report.values, datetime.fromisoformat(report.time).timestamp())
 
     def close(self, step: int) -> None:
         if self._writer is not None:

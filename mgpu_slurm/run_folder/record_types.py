@@ -1,4 +1,5 @@
-"""The contents of files as typed records: `state.json`, the lines of `attempts.jsonl`, `failure.json`, `memory.json`.
+"""The contents of files as typed records: `state.json`, the lines of `attempts.jsonl` and `metrics.jsonl`,
+`failure.json`, `memory.json`.
 
 A record keeps values under names that this version does not know, so that a newer version's are still there when an
 older one has written the file again.
@@ -298,3 +299,23 @@ class MemoryPlan(Record):
     @classmethod
     def from_json(cls: type[P], values: Mapping[str, Any]) -> P:
         return replace(super().from_json(values), layers=tuple(map(LayerMemory.from_json, values["layers"])))
+
+
+@dataclass(frozen=True)
+class Report:
+    """One report of a run; the fields are those of a line of `metrics.jsonl`."""
+
+    progress: int
+    """It increases with each report, also over attempts."""
+    step: int
+    time: str
+    """When it was reported, as `records.now` returns it."""
+    attempt: int
+    metrics: dict[str, float]
+    curves: dict[str, float] = field(default_factory=dict)
+    """What was measured without the job's code, such as the time of a step."""
+
+    @property
+    def values(self) -> dict[str, float]:
+        """All of it: a job's own metric of the same name as a curve is what it means."""
+        return self.curves | self.metrics

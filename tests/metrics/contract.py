@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from mgpu_slurm.metrics.sinks import Report, Sink, Tolerance, Tolerant
+from mgpu_slurm.metrics.sinks import Sink, Tolerance, Tolerant
 from mgpu_slurm.run_folder import records
 from mgpu_slurm.run_folder.layout import RunFolder
+from mgpu_slurm.run_folder.record_types import Report
 from tests.support import wait_until
 
 Heard = list[tuple[int, float]]

@@ -11,9 +11,10 @@ import pytest
 
 from mgpu_slurm.core import files
 from mgpu_slurm.metrics.reporter import Reporter
-from mgpu_slurm.metrics.sinks import LiveState, Report, Tolerance
+from mgpu_slurm.metrics.sinks import LiveState, Tolerance
 from mgpu_slurm.run_folder import records
 from mgpu_slurm.run_folder.layout import RunFolder
+from mgpu_slurm.run_folder.record_types import Report
 from tests.support import wait_until
 
 

@@ -20,6 +20,7 @@ from mgpu_slurm.registry import current_state
 from mgpu_slurm.reports.aggregation.merging import Curve, EventFiles, newest, repeated
 from mgpu_slurm.reports.aggregation.run_sources import EVENT_FILES, Source, runs_of
 from mgpu_slurm.request import config as configs
+from mgpu_slurm.request.flat_config import flattened, identity
 from mgpu_slurm.request.spec import Spec, read_spec
 from mgpu_slurm.run_folder import states
 from mgpu_slurm.run_folder.layout import TRIALS, RunFolder
@@ -117,7 +118,7 @@ def _state_of_trial(folder: RunFolder) -> str:
 
 
 def _own(source: Source, folder: RunFolder, spec: Spec, files: list[EventFile] | None, on: On) -> History:
-    target, config = identity(folder, spec)
+    target, config = identity_of(folder, spec)
     history = History(source.name, source.place, target=target, config=config)
     if files is None:
         _read_metrics(folder.metrics, on, history)
@@ -126,7 +127,7 @@ def _own(source: Source, folder: RunFolder, spec: Spec, files: list[EventFile] |
     return history
 
 
-def identity(folder: RunFolder, spec: Spec) -> tuple[str, dict[str, Any]]:
+def identity_of(folder: RunFolder, spec: Spec) -> tuple[str, dict[str, Any]]:
     """Return the target of a run, and its config values by dotted name.
 
     Args:
@@ -134,7 +135,7 @@ def identity(folder: RunFolder, spec: Spec) -> tuple[str, dict[str, Any]]:
     """
     if folder.task is not None:
         spec = spec.of_task(folder.task)
-    target, config = _identity(spec)
+    target, config = identity(spec)
     if is_trial(folder):
         config |= _config_of_trial(folder)
     elif spec.config_base is not None and folder.config.exists():
@@ -147,34 +148,6 @@ def _config_of_trial(folder: RunFolder) -> dict[str, Any]:
     if folder.config.exists():
         return flattened(configs.read_yaml(folder.config))
     return hparams.parameters_of(folder)
-
-
-def _identity(spec: Spec) -> tuple[str, dict[str, Any]]:
-    """Return the target of a run and its values: those of a command are its `--name value` and `name=value`."""
-    if spec.target.command is None:
-        return spec.target.label, flattened(spec.config)
-    words, config, rest = list(spec.target.command), {}, []
-    while words:
-        word = words.pop(0)
-        name, equals, value = word.lstrip("-").partition("=")
-        if equals and name:
-            config[name] = value
-        elif word.startswith("--") and name and words and not words[0].startswith("--"):
-            config[name] = words.pop(0)
-        else:
-            rest.append(word)
-    return " ".join(rest), config
-
-
-def flattened(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return `{"model.width": 32}` for `{"model": {"width": 32}}`."""
-    found: dict[str, Any] = {}
-    for key, value in config.items():
-        if isinstance(value, dict) and value:
-            found |= flattened(value, f"{prefix}{key}.")
-        else:
-            found[f"{prefix}{key}"] = value
-    return found
 
 
 def _read_metrics(path: Path, on: On, history: History) -> None:

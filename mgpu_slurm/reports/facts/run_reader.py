@@ -96,7 +96,7 @@ class RunReader:
             state=state.state,
             reason=state.reason or (records.failure_line(folder) if state.state == states.FAILED else ""),
             attempts=_attempts(folder, state, times, self._asks),
-            config=history.identity(folder, spec)[1],
+            config=history.identity_of(folder, spec)[1],
             progress=points.progress,
             total=state.total,
             step=points.step,

@@ -14,9 +14,10 @@ from optuna.trial import FrozenTrial, Trial, TrialState
 from mgpu_slurm.core import log_lines, retry
 from mgpu_slurm.core.files import locked, read_json, read_jsonl, write_json, write_whole
 from mgpu_slurm.metrics.report_socket import CONTINUE, PAUSE, SAVE, Verdict
-from mgpu_slurm.metrics.sinks import EventFiles, MetricsFile, Report
+from mgpu_slurm.metrics.sinks import EventFiles, MetricsFile
 from mgpu_slurm.run_folder import records
 from mgpu_slurm.run_folder.layout import RunFolder
+from mgpu_slurm.run_folder.record_types import Report
 from mgpu_slurm.sweeps import front_marks, hparams, optuna_adapter
 from mgpu_slurm.sweeps.client import copies, paused_trials
 from mgpu_slurm.sweeps.client.messages import Superseded
