@@ -84,8 +84,7 @@ class _Submitted:
         return reach.cancel(self.files)
 
     def resume(self, change: Change = NO_CHANGE, note: Note = quiet) -> str:
-        """Resume what has ended and did not complete, as the run's next attempt, from its newest checkpoint. Return the
-        id of the job.
+        """Resume what has ended and did not complete, from its newest checkpoint, and return the id of the job.
 
         Args:
             change: options of the run to override.
@@ -262,6 +261,7 @@ def submit(
     profile: str | None = None,
     stage: Sequence[str] = (),
     notify: str | None = None,
+    sinks: Sequence[str] = (),
     seeds: int | str | None = None,
     after: Sequence[str] = (),
     after_any: Sequence[str] = (),
@@ -282,10 +282,10 @@ def submit(
         pipeline: number of stages that hold consecutive layers, as in `run.pipeline`.
         precision: the precision in which models compute: `fp32` (the default), `tf32`, `bf16`, `fp16` or `fp8`.
         compile: compile models by `torch.compile`.
-        profile: steps to record with torch's profiler, and the ranks, such as `10-13` or `10-13@0,8`; by default, the
-            ranks of the first node.
+        profile: steps to record with torch's profiler, such as `10-13`, and the ranks, as in `10-13@0,8`.
         stage: data sets to copy to the disk of each node before the ranks start, for `mgpu_slurm.staged`.
         notify: a web hook, which gets a JSON POST when the run has ended.
+        sinks: trackers to which reports are sent, `mlflow[=URI]` and `wandb[=PROJECT]`; by default as in `mgpu.yaml`.
         seeds: number of runs, one per seed; `"100%10"` runs at most 10 at a time. A `Group` is then returned.
         after: names of runs that must complete first.
         after_any: names of runs that must end first, whatever their outcome.
@@ -314,6 +314,7 @@ def submit(
         profile=profile,
         stage=tuple(stage),
         notify=notify,
+        sinks=tuple(sinks),
         seeds=None if seeds is None else str(seeds),
         after=tuple(after),
         after_any=tuple(after_any),
@@ -327,6 +328,7 @@ def sweep(
     executor: str = "auto",
     cluster: str | None = None,
     around: str | None = None,
+    sinks: Sequence[str] = (),
     **changes: Any,
 ) -> Study:
     """Start the study that a sweep file describes, or extend an existing one by what the file adds, and return
@@ -335,8 +337,9 @@ def sweep(
     Args:
         file: the path of a sweep file, or its values; `job` may then be a function, also one defined in a notebook. An
             existing study keeps the code it was started with.
-        executor: `auto` (SLURM if there is an sbatch, else local), `slurm`, `allocation` or `local`.
+        executor: as in `submit`.
         around: name of an earlier study; search a grid around its best trials.
+        sinks: trackers of a new study, as in `submit`.
         changes: override the file's values; mappings are merged key by key: `trials=100, budget={"hours": 4}`.
 
     Raises:
@@ -353,7 +356,7 @@ def sweep(
         job = given.get("job")
         if callable(job):
             function, given["job"] = job, plan.function_target(job).label
-    options = launch.Options(executor, cluster, around=around, function=function)
+    options = launch.Options(executor, cluster, around=around, sinks=tuple(sinks), function=function)
     plain, laid_over = sweep_file.plain(values, source), sweep_file.plain(changes, source)
     return Study(launch.start(plain, laid_over, source, options).folder)
 

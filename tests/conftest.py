@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import os
 import pwd
+import shutil
 import signal
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from itertools import zip_longest
@@ -74,6 +77,20 @@ def own_state_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
         yield
+
+
+@pytest.fixture(scope="session")
+def _made_mlflow(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("mlflow") / "mlflow.db"
+    script = f"from mlflow import MlflowClient; MlflowClient('sqlite:///{path}').search_experiments()"
+    subprocess.run([sys.executable, "-c", script], check=True, capture_output=True)
+    return path
+
+
+@pytest.fixture
+def mlflow_file(_made_mlflow: Path, tmp_path: Path) -> Path:
+    """An MLflow database without runs. To make its tables takes seconds, so it is a copy."""
+    return shutil.copy(_made_mlflow, tmp_path / "mlflow.db")
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ import mgpu_slurm
 from tests.support import REPOSITORY, Project
 
 PACKAGE = REPOSITORY / "mgpu_slurm"
-HEAVY = {"torch", "torchvision", "optuna", "tensorboard", "submitit"}
+HEAVY = {"torch", "torchvision", "optuna", "tensorboard", "submitit", "mlflow", "wandb"}
 SUBMITIT_MODULE = "mgpu_slurm.slurm.submitit_adapter"
 
 MAY_IMPORT = {
@@ -26,12 +26,13 @@ MAY_IMPORT = {
     "run_folder": "core",
     "request": "core run_folder",
     "slurm": "core run_folder request",
+    "trackers": "core run_folder request",
     # on the login node
     "executors": "core run_folder request slurm",
     "registry": "core run_folder request slurm executors",
-    "submission": "core run_folder request slurm executors registry",
+    "submission": "core run_folder request slurm trackers executors registry",
     # in the job, once per node
-    "job": "core run_folder request slurm",
+    "job": "core run_folder request slurm trackers",
     # in the job, in each rank
     "rank": "core run_folder request slurm job",
     "metrics": "core run_folder job rank",
@@ -39,13 +40,13 @@ MAY_IMPORT = {
     "data": "core run_folder rank checkpoints",
     "training": "core run_folder request job rank metrics checkpoints data",
     # both
-    "local_cluster": "core run_folder request slurm executors registry job rank training",
+    "local_cluster": "core run_folder request slurm trackers executors registry job rank training",
     "sweeps": "core run_folder request slurm registry submission job rank metrics checkpoints training",
     # what people call
-    "reports": "core run_folder request slurm executors registry submission metrics sweeps",
+    "reports": "core run_folder request slurm trackers executors registry submission metrics sweeps",
     "api": "core run_folder request registry submission sweeps reports",
     "doctor": "core run_folder request slurm executors registry submission job rank training api",
-    "cli": "core run_folder request slurm executors registry submission sweeps reports api doctor checkpoints",
+    "cli": "core run_folder request slurm trackers executors registry submission sweeps reports api doctor checkpoints",
 }
 
 LIGHT = (
@@ -53,6 +54,7 @@ LIGHT = (
     "run_folder",
     "request",
     "slurm",
+    "trackers",
     "executors",
     "registry",
     "submission",

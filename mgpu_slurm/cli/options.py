@@ -133,6 +133,13 @@ stage_flag = click.option(
     metavar="PATH",
     help="Copy a data set to the disk of each node before the ranks start; repeatable.",
 )
+sink_flag = click.option(
+    "--sink",
+    "sinks",
+    multiple=True,
+    metavar="mlflow[=URI]|wandb[=PROJECT]",
+    help="Send reports to a tracker once a checkpoint has them; repeatable, or none.  [default: as in mgpu.yaml]",
+)
 json_flag = click.option("--json", "as_json", is_flag=True, help="Print JSON only.")
 code_flag = click.option(
     "--code",

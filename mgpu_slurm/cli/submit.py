@@ -19,6 +19,7 @@ from mgpu_slurm.cli.options import (
     resource_values,
     restart_flags,
     run_names,
+    sink_flag,
     stage_flag,
 )
 from mgpu_slurm.cli.output import INTERRUPTED, follow_to_the_end, how_to_follow, print_json, print_lines, print_note
@@ -68,6 +69,7 @@ class _JobCommand(click.Command):
 @parallelism_flags
 @profile_flag
 @stage_flag
+@sink_flag
 @click.option("--seeds", metavar="N[%M]", help="N runs, one per seed, as one job array; at most M at a time.")
 @click.option(
     "--after", multiple=True, metavar="RUN", shell_complete=run_names, help="Start once RUN has completed; repeatable."

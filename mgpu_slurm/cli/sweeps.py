@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from mgpu_slurm.cli.options import code_flag, json_flag, study_names
+from mgpu_slurm.cli.options import code_flag, json_flag, sink_flag, study_names
 from mgpu_slurm.cli.output import follow_to_the_end, print_ending, print_json, print_lines, print_note
 from mgpu_slurm.core.errors import UserError
 from mgpu_slurm.core.formatting import program
@@ -24,6 +24,7 @@ from mgpu_slurm.core.formatting import program
     help="Search a grid around the best trials of an earlier study.",
 )
 @code_flag
+@sink_flag
 @click.option("--follow/--no-follow", default=None, help="Show trials as they end.  [default: not on slurm]")
 @click.option("--dry-run", is_flag=True, help="Print what would be searched and submitted, and start nothing.")
 @json_flag
@@ -34,6 +35,7 @@ def sweep(
     cluster: str | None,
     around: str | None,
     code: str,
+    sinks: tuple[str, ...],
     follow: bool | None,
     dry_run: bool,
     as_json: bool,
@@ -49,7 +51,7 @@ def sweep(
     from mgpu_slurm.request import config as configs
     from mgpu_slurm.sweeps import launch
 
-    options = launch.Options(executor, cluster, dry_run, around, new_code=code == "new")
+    options = launch.Options(executor, cluster, dry_run, around, new_code=code == "new", sinks=sinks)
     started = launch.start(configs.read_yaml(file), configs.parse_overrides(words), str(file), options, print_note)
     name, place = started.folder.run, str(started.folder.path)
     if as_json:

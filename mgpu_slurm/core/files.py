@@ -210,6 +210,23 @@ def locked(path: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
+def hold_if_free(path: Path) -> int | None:
+    """Lock a file, which is created if it does not exist, until its descriptor is closed; return that.
+
+    None is returned if another process has the lock, which is as in `locked`.
+    """
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o640)
+    try:
+        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        return None
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
 def _note_wait(path: Path) -> None:
     log_lines.say(
         f"waiting for the lock {str(path)!r} for {SLOW_LOCK_SECONDS:g} s:"

@@ -25,6 +25,9 @@ RUN_VARIABLE = "MGPU_RUN_FOLDER"
 TRIAL_VARIABLE = "MGPU_TRIAL_FOLDER"
 """Set in every process of a trial's command, in addition to the worker's variable."""
 
+SINK_VARIABLE = "MGPU_SINK"
+"""Set to the run's folder in the process that sends its reports to trackers, and in processes of their libraries."""
+
 _SHELLS = frozenset({"sh", "bash", "dash", "zsh", "ksh", "busybox", "fish", "tcsh", "csh"})
 
 _PR_SET_PDEATHSIG = 1
@@ -207,6 +210,15 @@ def end_all(run_folder: str, keep: set[int]) -> None:
         rest = {pid for pid in rest if started_at(pid) is not None}
         if not rest:
             return
+        for pid in rest:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.01)
+
+
+def end_marked(variable: str, folder: str) -> None:
+    """Kill this user's processes that started with a variable, except this one, and wait for their end."""
+    while rest := [pid for pid in with_variable(variable, folder) if pid != os.getpid() and started_at(pid)]:
         for pid in rest:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)

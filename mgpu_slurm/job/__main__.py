@@ -1,4 +1,4 @@
-"""Start a process of a run: `python -m mgpu_slurm.job batch|rank|worker|supervisor|coordinator ...`."""
+"""Start a process of a run: `python -m mgpu_slurm.job batch|rank|worker|supervisor|coordinator|tracker ...`."""
 
 from __future__ import annotations
 

@@ -25,9 +25,17 @@ from mgpu_slurm.run_folder import notification, records, states
 from mgpu_slurm.run_folder.layout import RunFolder
 from mgpu_slurm.slurm import commands, sbatch, steps
 from mgpu_slurm.slurm.commands import wait_out
+from mgpu_slurm.trackers import outcome
+from mgpu_slurm.trackers.tracker_start import TrackerProcess
 
 LEAD_COMES_EARLY = 60
 """Maximum seconds by which SLURM sends the lead signal early."""
+
+PATIENCE_AT_THE_END = 32.0
+"""Seconds to wait for trackers, whose process ends after 30 s: SLURM kills it with the job."""
+
+PATIENCE_WHEN_STOPPED = 5.0
+"""The same for a job that SLURM ends or that restarts: the next attempt sends the rest."""
 
 PATIENCE_FOR_SIGTERM = 1.0
 """Seconds to wait for SLURM's SIGTERM after the ranks have failed."""
@@ -51,14 +59,26 @@ def main(arguments: list[str]) -> int:
         return TERMINATED_EXIT_CODE
     signal.pthread_sigmask(signal.SIG_BLOCK, WATCHED)
     allow_many_files()
+    trackers = TrackerProcess(folder, spec)
     while True:
         log = LaunchLog(folder.launch_log(job.id))
         ending = run_attempt(folder, spec, _LaunchBySrun(job, command, log))
         code = _after(job, ending, log)
         if code is not None:
+            _end_trackers(job, trackers)
             if not ending.superseded:
                 notification.send(folder, spec.notify)
             return code
+
+
+def _end_trackers(job: Job, trackers: TrackerProcess) -> None:
+    """Wait until trackers have what is settled, and print how to send what they lack at the end of the run."""
+    if states.is_alive(records.read_state(job.folder).state):
+        trackers.end(PATIENCE_WHEN_STOPPED)
+        return
+    trackers.end(PATIENCE_AT_THE_END)
+    for line in outcome.lines(job.folder, job.spec.sinks) if job.spec.kind == "run" else ():
+        log_lines.say(line)
 
 
 def _job_id() -> str:

@@ -33,6 +33,7 @@ from mgpu_slurm.request.spec import REQUEUE_EXIT_CODE, TERMINATED_EXIT_CODE, Spe
 from mgpu_slurm.run_folder import notification, records, states
 from mgpu_slurm.run_folder.layout import RunFolder
 from mgpu_slurm.run_folder.record_types import Event
+from mgpu_slurm.trackers.tracker_start import TrackerProcess
 from mgpu_slurm.training import entry
 
 TRY_AGAIN_AFTER = 1.0
@@ -70,7 +71,11 @@ def main(executor: str, ranks_of_function: int) -> None:
     if problem:
         records.cancel_unstarted(folder, problem)
         return
+    # before this process adopts orphans: it is to end by itself
+    trackers = TrackerProcess(folder, spec)
     Supervisor(folder, spec, _nodes(folder, spec)).run()
+    # a hanging tracker does not keep the next run of a group waiting
+    trackers.end(patience=0)
 
 
 def _nodes(folder: RunFolder, spec: Spec) -> Nodes:

@@ -192,6 +192,8 @@ class Spec:
     """The folder there, with variables of the node; None for that of temporary files."""
     notify: str | None = None
     """The address of a web hook for the end of the run; `$NAME` is a variable of the job's environment."""
+    sinks: tuple[str, ...] = ()
+    """Trackers to which reports are sent; see `trackers.destinations`."""
     measurement: Measurement | None = None
     """Ends the run once its speed is measured; None for the whole job."""
     cluster: str | None = None

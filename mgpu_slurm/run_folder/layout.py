@@ -272,6 +272,11 @@ class RunFolder:
         return self.path / "metrics.jsonl"
 
     @property
+    def sinks(self) -> Path:
+        """What trackers, such as MLflow, have of the run."""
+        return self.path / "sinks.json"
+
+    @property
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
 

@@ -61,6 +61,8 @@ class Cluster:
     """Bytes of memory of each GPU, for `--fit`."""
     stage_to: str | None = None
     """A folder on each node's own disk for `--stage`, such as `/local/$USER`; by default, that of temporary files."""
+    sinks: tuple[str, ...] = ()
+    """The default of `--sink`."""
     max_requeues: int = 20
     kill_wait: int = 30
     """Seconds between SIGTERM and SIGKILL, locally and in an allocation."""

@@ -43,6 +43,7 @@ from mgpu_slurm.submission import cluster_file as clusters
 from mgpu_slurm.submission.cluster_file import Cluster, ClusterFile
 from mgpu_slurm.submission.project import snapshot
 from mgpu_slurm.submission.project.job_config import Completed
+from mgpu_slurm.trackers import destinations
 
 DEMO_TARGET = "jobs.digits"
 
@@ -86,6 +87,8 @@ class Request:
     """Runs that have to complete first."""
     after_any: tuple[str, ...] = ()
     """Runs that have to end first, whatever their outcome."""
+    sinks: tuple[str, ...] = ()
+    """Trackers, such as `mlflow=URI`; without any, those of the cluster file."""
     measurement: Measurement | None = None
     """Ends the run once its speed is measured; its name then has the number of nodes."""
     project: Path | None = None
@@ -143,6 +146,7 @@ class Plan:
             f"ranks     {ranks}",
             *([f"strategy  {spec.parallelism.words}{only}"] if spec.parallelism.given else []),
             *[f"stage     {path}" for path in spec.stage],
+            *[f"sink      {sink}" for sink in spec.sinks],
             *([f"profile   steps {spec.profile}{only}"] if spec.profile is not None else []),
             *([f"after     {'  '.join(spec.after)}"] if spec.after else []),
             *self.notes,
@@ -174,6 +178,8 @@ def make(request: Request, cwd: Path, runs: Path, note: Note = quiet) -> Plan:
     limit = resolved.time_limit
     target, root = _target(request, file.job, cwd)
     root = request.project or root
+    sinks = destinations.resolve(request.sinks or chosen.sinks, cwd, root.name)
+    destinations.check_shared(sinks, executor.is_this_machine)
     signal, lead = announcement(request.restart.signal or _site_signal(chosen, limit), limit, executor.is_queued)
     tasks, at_once = _tasks(request, executor)
     spec = Spec(
@@ -198,6 +204,8 @@ def make(request: Request, cwd: Path, runs: Path, note: Note = quiet) -> Plan:
         stage_to=chosen.stage_to,
         # a sweep's workers end at any time
         notify=None if request.workers is not None else request.notify or file.notify,
+        # the first steps of a job are no training that anybody would look for
+        sinks=() if request.measurement is not None else tuple(map(str, sinks)),
         measurement=request.measurement,
         cluster=chosen.name or None,
         setup=tuple(chosen.setup),

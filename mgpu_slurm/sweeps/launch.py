@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -68,7 +68,9 @@ class Options:
     around: str | None = None
     """An earlier study: search a grid around its best trials."""
     new_code: bool = False
-    """Whether workers started for an existing sweep use the project's current code."""
+    """Whether new workers of an existing sweep use the current code."""
+    sinks: tuple[str, ...] = ()
+    """Trackers of a new sweep."""
     function: Callable[..., Any] | None = None
     """The job function, which the sweep file's `job` only names."""
 
@@ -143,7 +145,7 @@ def _create(sweep: Sweep, values: Config, options: Options, note: Note) -> Start
     if options.dry_run:
         with _naming_seeds(sweep):
             made = submitting.rehearse(request, note, add)
-        return Started(made.folder, made.spec.executor, None, _planned(made, sweep) + _rehearsed(made))
+        return _started(made, sweep, None, _rehearsed(made))
     try:
         with _naming_seeds(sweep):
             submission = submitting.submit(request, note, add)
@@ -152,8 +154,7 @@ def _create(sweep: Sweep, values: Config, options: Options, note: Note) -> Start
             # a study in a database is not deleted with the folder
             optuna_adapter.delete_study(made_there[0])
         raise
-    made = submission.plan
-    return Started(made.folder, made.spec.executor, submission.job_id, _planned(made, sweep))
+    return _started(submission.plan, sweep, submission.job_id)
 
 
 @contextmanager
@@ -181,6 +182,7 @@ def _request(sweep: Sweep, options: Options) -> Request:
         restart=RestartPolicy(stuck_after=sweep.stuck_after),
         parallelism=sweep.parallelism,
         stage=sweep.stage,
+        sinks=options.sinks,
         workers=sweep.workers_for(sweep.most_at_once),
         probes=_probes(sweep),
         dry_run=options.dry_run,
@@ -200,9 +202,9 @@ def _probed(change: Change, sweep: Sweep) -> Change:
     return replace(change, probes=_probes(sweep)) if change.new_code else change
 
 
-def _planned(made: Plan, sweep: Sweep) -> list[str]:
+def _started(made: Plan, sweep: Sweep, job_id: str | None, more: Sequence[str] = ()) -> Started:
     *first, folder = made.lines()
-    return [*first, *sweep.lines(), folder]
+    return Started(made.folder, made.spec.executor, job_id, [*first, *sweep.lines(), folder, *more])
 
 
 def _rehearsed(made: Plan) -> list[str]:
@@ -233,7 +235,7 @@ def _extend(folder: RunFolder, sweep: Sweep, values: Config, options: Options, n
         gpus = (sweep if "gpus-per-node" in change.given else spec).resources.gpus_per_node
         check_budget(sweep, gpus)
         check_shares(sweep, replace(spec.resources, gpus_per_node=gpus))
-        refuse_other_places(spec, options.executor, options.cluster)
+        refuse_other_places(spec, options.executor, options.cluster, options.sinks)
         if is_alive:
             refuse_changes(old, sweep, change)
         over = studies.why_over(study)

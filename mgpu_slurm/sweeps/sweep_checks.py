@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from mgpu_slurm.core.errors import UserError
@@ -109,8 +110,13 @@ def _steps(sweep: Sweep) -> Pruner:
     return replace(sweep.pruner, keep_gb=None)
 
 
-def refuse_other_places(spec: Spec, executor: str, cluster: str | None) -> None:
-    """Check that the call names the executor and cluster of the study, if it names any."""
+def refuse_other_places(spec: Spec, executor: str, cluster: str | None, sinks: Sequence[str] = ()) -> None:
+    """Check that the call names the executor and cluster of the study, if it names any, and no trackers."""
+    if sinks:
+        raise UserError(
+            f"--sink {sinks[0]}: the study's trackers stay as they are: send its trials with"
+            f" `{program()} export {spec.run} --to {sinks[0]}`"
+        )
     if executor not in ("auto", spec.executor):
         raise UserError(f"--executor {executor}: the study runs on {spec.executor} and cannot move: remove the option")
     if cluster not in (None, spec.cluster):

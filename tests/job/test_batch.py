@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -13,11 +14,13 @@ from typing import Any
 
 import pytest
 
+from mgpu_slurm.core import processes
 from mgpu_slurm.core.files import read_json
 from mgpu_slurm.request.spec import Resources, Spec, Target
 from mgpu_slurm.run_folder import records
 from mgpu_slurm.run_folder.layout import RunFolder
 from mgpu_slurm.slurm import sbatch
+from mgpu_slurm.trackers import outcome
 from tests.support import processes_of, wait_until
 from tests.web_hook import web_hook
 
@@ -364,3 +367,31 @@ def test_lead_signal_at_interpreter_exit_keeps_the_run_completed(folder: RunFold
     result = read_json(folder.result)
     assert result is not None
     assert result["result"] == {"value": 1.0}
+
+
+REPORT = '{"progress": 1, "step": 3, "time": "2026-11-01T12:00:00.000+00:00", "attempt": 1, "metrics": {"loss": 0.5}}'
+
+
+def test_trackers_have_all_reports_when_the_job_of_a_completed_run_ends(
+    folder: RunFolder, start_batch: StartBatch, mlflow_file: Path
+) -> None:
+    sink = f"mlflow=sqlite:///{mlflow_file}#project"
+    assert start_batch(shell(f"echo '{REPORT}' > {folder.metrics}"), nodes=1, sinks=(sink,)).wait() == 0
+    assert [(sent.reports, sent.problem) for sent in outcome.read_sent(folder)] == [(1, "")]
+    assert f"mgpu_slurm: mlflow    sqlite:///{mlflow_file} (run " in folder.launch_log("9").read_text()
+
+
+def test_a_run_has_ended_before_its_job_waits_for_trackers(folder: RunFolder, start_batch: StartBatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        sink = f"mlflow=http://127.0.0.1:{server.getsockname()[1]}#project"
+        batch = start_batch(shell(f"echo '{REPORT}' > {folder.metrics}"), nodes=1, sinks=(sink,))
+        with server.accept()[0]:
+            wait_until(lambda: records.read_state(folder).state == "COMPLETED")
+            assert batch.poll() is None
+            # as its timer does
+            processes.end_marked(processes.SINK_VARIABLE, str(folder.path))
+            assert batch.wait() == 0
+    said = folder.launch_log("9").read_text()
+    assert (
+        "mlflow    0 of 1 report sent (it took longer than 30 s); send all: mgpu-slurm export try --to mlflow" in said
+    )

@@ -1,0 +1,1 @@
+"""Send the reports of runs to experiment trackers: MLflow and Weights & Biases."""

@@ -1,0 +1,85 @@
+"""Where reports are sent, as a call, the cluster file and the trackers' own variables name it."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+from mgpu_slurm.core.errors import UserError
+from mgpu_slurm.trackers.destinations import Destination, check_shared, resolve
+
+
+@pytest.fixture(autouse=True)
+def no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("MLFLOW_TRACKING_URI", "MLFLOW_EXPERIMENT_NAME", "WANDB_PROJECT", "WANDB_ENTITY", "WANDB_MODE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def resolved(text: str, cwd: Path = Path("/work")) -> str:
+    (found,) = resolve([text], cwd, "vision")
+    assert Destination.parse(str(found)) == found
+    return str(found)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("mlflow=http://host:5000", "mlflow=http://host:5000#vision"),
+        ("mlflow=http://host:5000#other", "mlflow=http://host:5000#other"),
+        ("mlflow=sqlite:////tmp/mlflow.db", "mlflow=sqlite:////tmp/mlflow.db#vision"),
+        ("mlflow=databricks", "mlflow=databricks#vision"),
+        ("mlflow=postgresql://me@host/db", "mlflow=postgresql://me@host/db#vision"),
+        ("wandb", "wandb=vision"),
+        ("wandb=nets", "wandb=nets"),
+        ("wandb=team/nets", "wandb=team/nets"),
+    ],
+)
+def test_what_a_call_leaves_open_is_the_project(text: str, expected: str) -> None:
+    assert resolved(text) == expected
+
+
+def test_a_relative_path_of_sqlite_starts_at_the_working_directory(tmp_path: Path) -> None:
+    assert resolved("mlflow=sqlite:///mlflow.db", tmp_path) == f"mlflow=sqlite:///{tmp_path}/mlflow.db#vision"
+
+
+def test_variables_of_the_trackers_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "https://host")
+    monkeypatch.setenv("MLFLOW_EXPERIMENT_NAME", "/Users/me/nets")
+    monkeypatch.setenv("WANDB_PROJECT", "nets")
+    monkeypatch.setenv("WANDB_ENTITY", "team")
+    assert resolved("mlflow") == "mlflow=https://host#/Users/me/nets"
+    assert resolved("wandb") == "wandb=team/nets"
+    assert resolved("wandb=me/own") == "wandb=me/own"
+
+
+def test_a_tracker_that_is_switched_off_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    with pytest.raises(UserError, match="WANDB_MODE is disabled"):
+        resolved("wandb")
+
+
+def test_none_means_no_tracker() -> None:
+    assert resolve(["none"], Path("/work"), "vision") == ()
+    with pytest.raises(UserError, match=r"--sink none: expected"):
+        resolve(["none", "wandb"], Path("/work"), "vision")
+
+
+@pytest.mark.parametrize("tracker", ["mlflow", "wandb"])
+def test_a_library_that_is_missing_is_named_with_its_installation(
+    tracker: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == tracker else find(name))
+    with pytest.raises(UserError) as refused:
+        resolve([f"{tracker}=http://host"], Path("/work"), "vision")
+    assert str(refused.value) == f"--sink {tracker}: not installed: pip install 'mgpu-slurm[{tracker}]'"
+
+
+def test_sqlite_is_for_runs_of_this_machine() -> None:
+    found = resolve(["mlflow=sqlite:////tmp/mlflow.db"], Path("/work"), "vision")
+    check_shared(found, is_this_machine=True)
+    with pytest.raises(UserError, match=r"SQLite is not safe .*`export RUN --to mlflow=\.\.\.`"):
+        check_shared(found, is_this_machine=False)
+    check_shared(resolve(["mlflow=http://host", "wandb"], Path("/work"), "vision"), is_this_machine=False)
