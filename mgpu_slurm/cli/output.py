@@ -108,10 +108,13 @@ def print_ending(found: Handle | Group, shown_ranks: Collection[int] = ()) -> No
     from mgpu_slurm.reports import sweep_status
     from mgpu_slurm.reports.live.status_table import table
     from mgpu_slurm.reports.run_summary import curves_lines, ending_lines
+    from mgpu_slurm.reports.sink_lines import await_trackers, sink_lines
 
+    await_trackers(found.files, found.all_current)
     if isinstance(found, api.Study):
         print_lines(sweep_status.ending_lines(found.files, found.all_current))
     elif isinstance(found, api.Group):
-        print_lines([table(found.all_current, {found.name}, terminal_size()), *curves_lines(found.files)])
+        lines = [*curves_lines(found.files), *sink_lines(found.files)]
+        print_lines([table(found.all_current, {found.name}, terminal_size()), *lines])
     else:
         print_lines(ending_lines(found.folder, found.current, shown_ranks))

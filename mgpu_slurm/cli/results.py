@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -9,7 +10,7 @@ import click
 
 from mgpu_slurm.cli.options import json_flag, run_names
 from mgpu_slurm.cli.output import print_json, print_lines, print_note, terminal_size
-from mgpu_slurm.core.errors import UserError
+from mgpu_slurm.core.errors import UserError, nearest
 from mgpu_slurm.core.formatting import counted, human_size, program
 
 if TYPE_CHECKING:
@@ -279,31 +280,124 @@ def efficiency(names: tuple[str, ...], as_json: bool) -> None:
 
 
 @click.command()
-@click.argument("name", metavar="RUN", shell_complete=run_names)
-@click.option("--to", "form", type=click.Choice(["safetensors"]), default="safetensors", show_default=True)
+@click.argument("name", metavar="RUN|GROUP|SWEEP", shell_complete=run_names)
 @click.option(
-    "--checkpoint",
-    default="newest",
-    metavar="newest|best|STEP",
+    "--to",
+    "form",
+    default="safetensors",
+    metavar="FORM",
     show_default=True,
-    help="Which checkpoint of the run.",
+    help="safetensors, csv, parquet, mlflow[=URI] or wandb[=PROJECT].",
 )
-@click.option("--object", "which", metavar="NAME", help="Its name in run.restore.  [default: the only nn.Module]")
-@click.option("-o", "--output", required=True, type=click.Path(path_type=Path), metavar="FILE")
+@click.option(
+    "--checkpoint", metavar="newest|best|STEP", help="With safetensors: which checkpoint of the run.  [default: newest]"
+)
+@click.option(
+    "--object",
+    "which",
+    metavar="NAME",
+    help="With safetensors: its name in run.restore.  [default: the only nn.Module]",
+)
+@click.option(
+    "-o",
+    "--output",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="- for standard output.  [default: NAME.csv or .parquet]",
+)
 @json_flag
-def export(name: str, form: str, checkpoint: str, which: str | None, output: Path, as_json: bool) -> None:
-    """Write the weights of a run to one file.
+def export(name: str, form: str, checkpoint: str | None, which: str | None, output: Path | None, as_json: bool) -> None:
+    """Write a run's weights to a file, or what runs have reported to a table or a tracker.
 
-    The file has the model's own names, whichever ranks saved the checkpoint, and whatever the model was wrapped in.
+    The file of weights has the model's own names, whichever ranks saved the checkpoint, and whatever the model was
+    wrapped in. A table has a row for each report; a tracker gets the reports that it does not have yet.
+
+    \b
+      mgpu-slurm export RUN -o model.safetensors
+      mgpu-slurm export SWEEP --to csv
+      mgpu-slurm export GROUP --to mlflow=sqlite:///mlflow.db
     """
+    from mgpu_slurm.trackers.destinations import TRACKERS
+    from mgpu_slurm.trackers.tables import TABLES
+
+    if form == "safetensors":
+        _export_weights(name, checkpoint or "newest", which, output, as_json)
+        return
+    for option, value in (("--checkpoint", checkpoint), ("--object", which)):
+        if value is not None:
+            raise UserError(f"{option} {value}: only weights are of a checkpoint: remove it, or use --to safetensors")
+    if form in TABLES:
+        _export_table(name, form, output, as_json)
+    elif form.partition("=")[0] in TRACKERS:
+        if output is not None:
+            raise UserError(f"-o {output}: --to {form} writes no file: remove -o")
+        _export_to_tracker(name, form, as_json)
+    else:
+        known = ["safetensors", *TABLES, *TRACKERS]
+        raise UserError(f"--to {form}: there is no such form{nearest(form, known)}")
+
+
+def _export_weights(name: str, checkpoint: str, which: str | None, output: Path | None, as_json: bool) -> None:
     from dataclasses import asdict
 
     from mgpu_slurm import api
     from mgpu_slurm.checkpoints import export as exports
 
+    if output is None:
+        raise UserError("export: name the file for the weights with -o, such as -o model.safetensors")
     found = exports.export(api.find_run(name).files, checkpoint, which, output)
     if as_json:
         print_json({"file": str(output.absolute()), **asdict(found)})
         return
     print(f"written   {output}: {found.object}, {counted(found.tensors, 'tensor')}, {human_size(found.bytes)}")
     print(f"          of {found.checkpoint}")
+
+
+def _own_runs(name: str) -> list[Any]:
+    """Return the folders of the runs of this project that a name stands for: of a sweep, its trials."""
+    from mgpu_slurm.reports.aggregation import run_sources
+
+    found = run_sources.runs_of(run_sources.sources([name]))
+    if not all(source.own for source in found):
+        raise UserError(f"{name}: only runs of {program()} can be exported, not event files of other programs")
+    return [source.own for source in found]
+
+
+def _export_table(name: str, form: str, output: Path | None, as_json: bool) -> None:
+    from mgpu_slurm.trackers import tables
+
+    output = output or Path(f"{name.strip('/').replace('/', '-')}.{form}")
+    if str(output) == "-":
+        if form != tables.CSV or as_json:
+            raise UserError("-o -: only CSV goes to standard output: name a file, or use --to csv without --json")
+        tables.print_csv(_own_runs(name), sys.stdout)
+        return
+    written = tables.write(_own_runs(name), form, output)
+    rows = sum(len(each.reports) for each in written)
+    if as_json:
+        print_json({"file": str(output.absolute()), "runs": [each.run for each in written], "rows": rows})
+        return
+    print(f"written   {output}: {counted(rows, 'report')} of {counted(len(written), 'run')}")
+
+
+def _export_to_tracker(name: str, form: str, as_json: bool) -> None:
+    from mgpu_slurm.registry import current_state
+    from mgpu_slurm.run_folder import states
+    from mgpu_slurm.trackers import past_runs
+
+    runs = _own_runs(name)
+    alive = {
+        folder for folder, state in current_state.current([run.group for run in runs]) if states.is_alive(state.state)
+    }
+    groups = {folder.group for folder in alive}
+    # a trial may continue as long as any worker of its sweep runs
+    ended = [run not in alive if run.task is not None or run.group == run else run.group not in groups for run in runs]
+    found = []
+    for each in past_runs.send(list(zip(runs, ended, strict=True)), form, Path.cwd()):
+        found.append(each)
+        if not as_json:
+            print(each.line, flush=True)
+    if as_json:
+        print_json([each.to_json() for each in found])
+    if any(each.sent.problem for each in found):
+        sys.exit(1)

@@ -11,6 +11,7 @@ from mgpu_slurm.core.files import read_json, read_jsonl
 from mgpu_slurm.core.formatting import duration, program, short_path
 from mgpu_slurm.core.hostlist import compress, ranges
 from mgpu_slurm.reports.diagnosis import problem_of_result, resumed_name
+from mgpu_slurm.reports.sink_lines import sink_lines
 from mgpu_slurm.request.spec import read_spec
 from mgpu_slurm.run_folder import failures, records
 from mgpu_slurm.run_folder.layout import RunFolder
@@ -53,6 +54,7 @@ def ending_lines(path: Path, state: RunState, shown_ranks: Collection[int] = ())
             lines.append(f"warning   {problem}: {program()} why {state.run}")
     if folder.tensorboard.is_dir():
         lines.append(_curves_line(folder))
+    lines += sink_lines(folder)
     if folder.profile.is_dir():
         lines.append(f"profile   {program()} profile {state.run}")
     if state.state not in (COMPLETED, CANCELLED) or failures.cause_of_reason(state.reason) is not None:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from mgpu_slurm.core.formatting import counted, cut, duration, program, short_path, short_value, time_of
 from mgpu_slurm.registry.sweep_state import is_confirmation, overall, reason, seconds_left, summary_of
+from mgpu_slurm.reports.sink_lines import sink_lines
 from mgpu_slurm.request.spec import read_spec
 from mgpu_slurm.run_folder import records, states
 from mgpu_slurm.run_folder.layout import RunFolder
@@ -221,7 +222,7 @@ def ending_lines(folder: RunFolder, workers: Sequence[RunState]) -> list[str]:
     told = told[: told.index("")]
     if summary.best is not None:
         told.append(f"more      {program()} best {folder.run}   (all values, and the command that trains it again)")
-    return told
+    return told + sink_lines(folder)
 
 
 def new_lines(summary: SweepSummary, shown: set[int]) -> list[str]:

@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from mgpu_slurm.core.errors import UserError
 from mgpu_slurm.core.files import sync_folder
@@ -46,9 +46,7 @@ def write(runs: Sequence[RunFolder], form: str, file: Path) -> list[Rows]:
     if form == PARQUET and importlib.util.find_spec("pyarrow") is None:
         raise UserError(f"--to parquet: {_NO_PARQUET}")
     _check_is_new(file)
-    found = [rows for run in runs if (rows := _rows_of(run)).reports]
-    if not found:
-        raise UserError(f"nothing was reported yet by {', '.join(run.run for run in runs) or 'any of its runs'}")
+    found = _read(runs)
     folder = file.absolute().parent
     with tempfile.TemporaryDirectory(prefix=f".{file.name}.", dir=folder) as hidden:
         made = Path(hidden, file.name)
@@ -56,6 +54,22 @@ def write(runs: Sequence[RunFolder], form: str, file: Path) -> list[Rows]:
         _check_is_new(file)
         os.rename(made, file)
     sync_folder(folder)
+    return found
+
+
+def print_csv(runs: Sequence[RunFolder], file: TextIO) -> None:
+    """Write the same table as CSV to an open file.
+
+    Raises:
+        UserError: nothing was reported.
+    """
+    _write_lines(file, _read(runs))
+
+
+def _read(runs: Sequence[RunFolder]) -> list[Rows]:
+    found = [rows for run in runs if (rows := _rows_of(run)).reports]
+    if not found:
+        raise UserError(f"nothing was reported yet by {', '.join(run.run for run in runs) or 'any of its runs'}")
     return found
 
 
@@ -96,9 +110,13 @@ def _lines(runs: Sequence[Rows]) -> Iterator[list[Any]]:
 
 def _write_csv(path: Path, runs: Sequence[Rows]) -> None:
     with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file)
-        writer.writerow(_columns(runs))
-        writer.writerows(_lines(runs))
+        _write_lines(file, runs)
+
+
+def _write_lines(file: TextIO, runs: Sequence[Rows]) -> None:
+    writer = csv.writer(file)
+    writer.writerow(_columns(runs))
+    writer.writerows(_lines(runs))
 
 
 def _write_parquet(path: Path, runs: Sequence[Rows]) -> None:
