@@ -20,7 +20,7 @@ from mgpu_slurm.core.processes import cores
 from mgpu_slurm.doctor import check_results
 from mgpu_slurm.doctor.check_results import Finding, span
 from mgpu_slurm.executors.local import visible_gpus
-from mgpu_slurm.run_folder import layout
+from mgpu_slurm.registry import index
 
 OLDEST_PYTHON = (3, 10)
 DISTRIBUTION = "mgpu-slurm"
@@ -210,7 +210,7 @@ def folder_findings(cwd: Path, runs: Path, has_slurm: bool, will_be_proven: bool
         yield from shared_findings({name: _existing(path) for name, path in places.items()}, mounts, will_be_proven)
     yield from writable_findings("runs folder", runs, "set MGPU_RUNS to a folder of your own, on a large file system")
     fix = "set XDG_STATE_HOME to a folder of your own; until then runs are found from their own folder only"
-    yield from writable_findings("index of runs", layout.state_home(), fix, small=True)
+    yield from writable_findings("index of runs", index.state_home(), fix, small=True)
 
 
 def shared_findings(places: dict[str, Path], mounts: list[Mount], will_be_proven: bool) -> Iterator[Finding]:

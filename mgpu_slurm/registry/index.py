@@ -14,8 +14,14 @@ from mgpu_slurm.run_folder import layout
 from mgpu_slurm.run_folder.layout import RunFolder
 
 
+def state_home() -> Path:
+    """Return the folder of this user's index of runs folders."""
+    base = os.environ.get("XDG_STATE_HOME") or str(Path.home() / ".local" / "state")
+    return Path(base) / "mgpu_slurm"
+
+
 def _index() -> Path:
-    return layout.state_home() / "runs-folders.jsonl"
+    return state_home() / "runs-folders.jsonl"
 
 
 def remember_root(root: Path) -> None:

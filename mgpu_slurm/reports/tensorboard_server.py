@@ -25,7 +25,7 @@ from mgpu_slurm.core import interpreter, processes
 from mgpu_slurm.core.errors import MgpuError, UserError
 from mgpu_slurm.core.formatting import counted
 from mgpu_slurm.core.retry import Note, quiet
-from mgpu_slurm.registry import lookup
+from mgpu_slurm.registry import index, lookup
 from mgpu_slurm.reports.aggregation.run_sources import EVENT_FILES, Source, sources, trials_of
 from mgpu_slurm.run_folder import layout
 from mgpu_slurm.run_folder.layout import RunFolder
@@ -94,7 +94,7 @@ def choose(words: Sequence[str], note: Note = quiet) -> Choice:
 @contextlib.contextmanager
 def linked(chosen: Choice) -> Iterator[Links]:
     """Create a folder with a link to each run, and remove it afterwards."""
-    base = layout.state_home() / "tensorboard"
+    base = index.state_home() / "tensorboard"
     with contextlib.suppress(OSError):
         _remove_left_over(base)
     folder = base / f"{socket.gethostname()}-{os.getpid()}-{processes.started_at(os.getpid())}"

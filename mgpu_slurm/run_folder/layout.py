@@ -353,12 +353,6 @@ def runs_root() -> Path:
     return Path(os.environ.get(RUNS_VARIABLE) or RUNS).absolute()
 
 
-def state_home() -> Path:
-    """Return the folder of this user's index of runs folders."""
-    base = os.environ.get("XDG_STATE_HOME") or str(Path.home() / ".local" / "state")
-    return Path(base) / "mgpu_slurm"
-
-
 # -- checkpoints, found by the names of their folders
 
 
