@@ -15,7 +15,7 @@ from mgpu_slurm.core.retry import Note, quiet
 from mgpu_slurm.registry import cleanup, current_state, index, lookup, reach, sweep_state, watch
 from mgpu_slurm.request import config as configs
 from mgpu_slurm.request.parallelism import Parallelism, Precision, Strategy
-from mgpu_slurm.request.spec import RestartPolicy, read_spec
+from mgpu_slurm.request.spec import RestartPolicy
 from mgpu_slurm.run_folder import records, states
 from mgpu_slurm.run_folder.layout import RunFolder
 from mgpu_slurm.run_folder.record_types import RunState
@@ -54,6 +54,11 @@ class _Submitted:
         return [state for _, state in current_state.current([self.files])]
 
     @property
+    def all_facts(self) -> list[dict[str, Any]]:
+        """Everything that `status` shows, one entry per run, as in `state.json`."""
+        return [state.to_json() for state in self.all_current]
+
+    @property
     def state(self) -> str:
         """The state. For several runs: that of one that is alive, else of one that did not complete, if any."""
         return self._as_one(self.all_current)
@@ -61,11 +66,6 @@ class _Submitted:
     def _as_one(self, found: Sequence[RunState]) -> str:
         """Return one state for all runs."""
         return states.overall([state.state for state in found])
-
-    @property
-    def is_command(self) -> bool:
-        """Return whether it runs a command, which saves only what it saves by itself."""
-        return read_spec(self.files).target.is_command
 
     def wait(self, timeout: float | None = None, note: Note = quiet) -> str:
         """Wait until everything has ended, and return the state.
@@ -298,12 +298,10 @@ def submit(
     values = configs.to_plain(config) if config is not None else {}
     if not isinstance(values, dict):
         raise UserError(f"config: expected a dataclass or a mapping, got {type(config).__name__}")
-    command: tuple[str, ...] = ()
-    if isinstance(target, Sequence) and not isinstance(target, str):
-        command, target = tuple(target), None
+    words = tuple(target) if isinstance(target, Sequence) and not isinstance(target, str) else ()
     request = Request(
-        target=target,
-        command=command,
+        target=None if words or isinstance(target, (list, tuple)) else target,  # type: ignore[arg-type]
+        command=words,
         values=values,
         flags=resources,
         executor=executor,
@@ -331,8 +329,7 @@ def sweep(
     sinks: Sequence[str] = (),
     **changes: Any,
 ) -> Study:
-    """Start the study that a sweep file describes, or extend an existing one by what the file adds, and return
-    immediately.
+    """Start the study that a sweep file describes, or extend it by what the file adds, and return immediately.
 
     Args:
         file: the path of a sweep file, or its values; `job` may then be a function, also one defined in a notebook. An

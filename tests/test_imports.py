@@ -72,7 +72,7 @@ HEAVY_MODULES = {SUBMITIT_MODULE: {"submitit"}}
 LOADED_BY_HELP = {
     *("mgpu_slurm", "mgpu_slurm.core", "mgpu_slurm.core.errors", "mgpu_slurm.core.formatting", "mgpu_slurm.cli"),
     *(f"mgpu_slurm.cli.{name}" for name in ("main", "options", "output")),
-    *(f"mgpu_slurm.cli.{name}" for name in ("manage", "results", "setup", "submit", "sweeps")),
+    *(f"mgpu_slurm.cli.{name}" for name in ("manage", "results", "setup", "submit", "sweeps", "views")),
 }
 """All modules that `--help` and completion may load: what a command needs beyond them, it imports when it runs."""
 

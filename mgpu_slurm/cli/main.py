@@ -11,7 +11,7 @@ from typing import NoReturn
 
 import click
 
-from mgpu_slurm.cli import manage, results, setup, submit, sweeps
+from mgpu_slurm.cli import manage, results, setup, submit, sweeps, views
 from mgpu_slurm.cli.output import INTERRUPTED, PROGRAM, fail
 from mgpu_slurm.core.errors import MgpuError, UserError
 
@@ -20,8 +20,8 @@ COMMANDS = [
     *(submit.submit, submit.resume, submit.scaling),
     *(manage.status, manage.logs, manage.wait, manage.cancel, manage.clean, manage.shell),
     *(sweeps.sweep, sweeps.best, sweeps.trials, sweeps.importance, sweeps.repair),
-    *(results.why, results.diff, results.report, results.aggregate, results.tensorboard),
-    *(results.efficiency, results.profile, results.export),
+    *(results.why, results.diff, results.efficiency, results.profile, results.export),
+    *(views.report, views.aggregate, views.tensorboard),
 ]
 
 

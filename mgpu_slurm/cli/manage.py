@@ -162,13 +162,14 @@ def wait(names: tuple[str, ...], timeout: float | None, as_json: bool) -> None:
 def cancel(names: tuple[str, ...]) -> None:
     """Checkpoint and stop runs."""
     from mgpu_slurm import api
+    from mgpu_slurm.request.spec import read_spec
     from mgpu_slurm.run_folder import records
 
     for found in [api.find(name) for name in names]:
         # as recorded: SLURM is asked by the cancel itself, once
         has_started = any(state.attempts for _, state in records.read_states(found.files))
         if found.cancel():
-            asked = "asked to end" if found.is_command else "asked to save and end"
+            asked = "asked to end" if read_spec(found.files).target.is_command else "asked to save and end"
             asked = asked if has_started else "cancelled"
             print(f"{found.name}: {asked}; continue later with `{program()} resume {found.name}`")
         else:
