@@ -135,7 +135,8 @@ node_sampler.note_own_end(RunFolder(Path(sys.argv[1])), 1, "n1", 0)
 
 
 def run(code: str, *words: str) -> None:
-    subprocess.run([sys.executable, "-c", code, *words], check=True, cwd=REPOSITORY)
+    """Run Python code in a child of a small process: the kernel counts for a process what its parent had."""
+    subprocess.run(["sh", "-c", '"$@"; exit $?', "sh", sys.executable, "-c", code, *words], check=True, cwd=REPOSITORY)
 
 
 def test_ranks_of_two_nodes_are_sampled_apart(folder: RunFolder, at_once: None) -> None:
