@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from mgpu_slurm.core.formatting import counted
 from mgpu_slurm.reports.facts.report_facts import Facts
-from mgpu_slurm.reports.page import page_data, run_charts, tables
+from mgpu_slurm.reports.page import page_data, page_tables, run_charts
 from mgpu_slurm.reports.page.markup import Markup, Section, figure, joined, scrolling, section, tag
 from mgpu_slurm.reports.page.overview import overview
 from mgpu_slurm.reports.page.shown import Shown, arranged, families
@@ -82,7 +82,7 @@ def stylesheet() -> str:
 def _sections(facts: Facts, runs: Sequence[Shown]) -> list[Section | None]:
     return [
         overview(facts, runs),
-        section("table", "Runs", _filter(), tables.runs_table(facts, runs)) if runs else None,
+        section("table", "Runs", _filter(), page_tables.runs_table(facts, runs)) if runs else None,
         _curves(facts, runs),
         *(sweep_section(place, sweep, runs) for place, sweep in enumerate(facts.sweeps)),
         _attempts(runs),
@@ -151,12 +151,12 @@ def _attempts(runs: Sequence[Shown]) -> Section | None:
     own = [run for run in runs if run.facts.kind == "run" and run.facts.attempts]
     if not own:
         return None
-    shown = own if len(own) <= MOST_ROWS else [run for run in own if tables.was_interrupted(run.facts)][:MOST_ROWS]
+    shown = own if len(own) <= MOST_ROWS else [run for run in own if page_tables.was_interrupted(run.facts)][:MOST_ROWS]
     note = f"{len(shown)} of {len(own)} runs: those that were interrupted or failed." if len(shown) < len(own) else ""
     chart = scrolling("Timeline of attempts", run_charts.attempts(shown).svg()) if shown else ""
     return section(
         "attempts", "Attempts", figure("Attempts over time", chart, tag("p", note, cls="quiet") if note else ""),
-        tables.attempts_table(own),
+        page_tables.attempts_table(own),
     )  # fmt: skip
 
 
@@ -172,7 +172,7 @@ def _resources(facts: Facts, runs: Sequence[Shown]) -> Section | None:
         if chart is not None:
             words = tag("span", " cores busy (line), asked for (dotted), memory (dashed)", cls="quiet")
             figures.append(figure(joined(run.name, words), chart.svg()))
-    table = tables.resources_table(runs)
+    table = page_tables.resources_table(runs)
     unit = "GPU" if facts.unit == "gpu" else "core"
     return section(
         "resources",

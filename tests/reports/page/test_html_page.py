@@ -17,8 +17,8 @@ from mgpu_slurm.reports.facts.gather import Wish, gather
 from mgpu_slurm.reports.facts.report_facts import Facts
 from mgpu_slurm.reports.page.html_page import POLICY, page
 from mgpu_slurm.reports.page.markup import escaped, number
+from mgpu_slurm.reports.page.page_tables import MOST_COLUMNS
 from mgpu_slurm.reports.page.shown import names_of
-from mgpu_slurm.reports.page.tables import MOST_COLUMNS
 from mgpu_slurm.reports.usage.ledger import Ledger
 from tests.reports.page.hostile_runs import EVIL, STATES, hostile_runs
 from tests.reports.page.trees import by_class, by_id, text_of, tree_of
