@@ -56,15 +56,15 @@ def report(
       mgpu-slurm report GROUP --refresh 30 --open    # a live page
       mgpu-slurm report GROUP --json                 # its facts, and no page
     """
-    from mgpu_slurm.reports.facts.gather import Wish, gather
+    from mgpu_slurm.reports.facts.gather import ReportOptions, gather
     from mgpu_slurm.reports.page import make_report
 
     direction = None if minimize is None else "minimize" if minimize else "maximize"
-    wish = Wish(title, metric, direction)
+    options = ReportOptions(title, metric, direction)
     if as_json:
         if folder is not None or refresh or opens:
             raise UserError("--json prints facts and makes no page: leave --svg, --refresh and --open out")
-        print_json(gather(words, wish, print_note).to_json())
+        print_json(gather(words, options, print_note).to_json())
         return
     path = None if out == "-" else Path(out)
     make_report.check_output(path, folder)
@@ -84,7 +84,7 @@ def report(
                 click.launch(str(path))
         is_shown = True
 
-    facts = make_report.make(words, wish, path, refresh, not no_points, print_note, say)
+    facts = make_report.make(words, options, path, refresh, not no_points, print_note, say)
     if folder is not None:
         names = make_report.write_charts(facts, folder)
         written = f"charts    {folder}/: {counted(len(names), 'file')}"

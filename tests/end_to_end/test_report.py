@@ -18,7 +18,7 @@ from optuna.storages.journal import JournalFileBackend
 from playwright.sync_api import Browser, Page
 
 from mgpu_slurm.metrics.reporter import Reporter
-from mgpu_slurm.reports.facts.gather import Wish
+from mgpu_slurm.reports.facts.gather import ReportOptions
 from mgpu_slurm.reports.page.make_report import make
 from mgpu_slurm.reports.page.markup import number
 from mgpu_slurm.reports.page.svg import log_ticks, ticks
@@ -165,7 +165,7 @@ def test_page_has_no_fault(browser: Browser, report: Report, dark: bool, width: 
 
 def test_page_of_hostile_runs_has_no_fault(browser: Browser, tmp_path: Path) -> None:
     (tmp_path / "runs").mkdir()
-    make([str(run) for run in hostile_runs(tmp_path / "runs")], Wish(), tmp_path / "page.html", None, True)
+    make([str(run) for run in hostile_runs(tmp_path / "runs")], ReportOptions(), tmp_path / "page.html", None, True)
     with opened(browser, tmp_path / "page.html", width=390) as view:
         assert view.page.locator("img").count() == 0
         assert overflow(view.page) == []
@@ -279,7 +279,7 @@ def test_brush_chooses_all_seeds_of_a_trial(browser: Browser, tmp_path: Path) ->
             run.path.mkdir(parents=True)
             Reporter(run, 1).report(1, 1, {"loss": 1.0 + seed})
         sweep.study.tell(trial, 1.5)
-    facts = make([str(sweep.folder.path)], Wish(), tmp_path / "page.html", None, True)
+    facts = make([str(sweep.folder.path)], ReportOptions(), tmp_path / "page.html", None, True)
     expected = {place for place, run in enumerate(facts.runs) if run.config["lr"] > 0.5}
     assert 0 < len(expected) < len(facts.runs) == 12
     with opened(browser, tmp_path / "page.html") as view:

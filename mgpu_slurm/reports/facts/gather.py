@@ -43,7 +43,7 @@ _NAME_OF_SUBMISSION = re.compile(r"-\d{8}-\d{6}-[0-9a-f]{4}")
 
 
 @dataclass(frozen=True)
-class Wish:
+class ReportOptions:
     """What a user asks of a report."""
 
     title: str | None = None
@@ -53,7 +53,7 @@ class Wish:
     """`minimize` or `maximize` that metric; None takes it from the sweep, or from the name."""
 
 
-def gather(words: Sequence[str], wish: Wish, note: Note = quiet) -> Facts:
+def gather(words: Sequence[str], options: ReportOptions, note: Note = quiet) -> Facts:
     """Return the facts of runs, groups, sweeps and folders with event files.
 
     Args:
@@ -81,12 +81,12 @@ def gather(words: Sequence[str], wish: Wish, note: Note = quiet) -> Facts:
             runs += reader.run(folder, state, specs)
     runs += reader.others([source for source in found if source.own is None or _is_trial(source)])
     runs += reader.trials
-    metric = _main_metric(runs, sweeps, wish)
-    _judge(runs, sweeps, wish, metric)
+    metric = _main_metric(runs, sweeps, options)
+    _judge(runs, sweeps, options, metric)
     return Facts(
         made=records.now(),
         version=importlib.metadata.version("mgpu-slurm"),
-        title=wish.title or _title(words, found),
+        title=options.title or _title(words, found),
         metric=metric,
         runs=runs,
         sweeps=sweeps,
@@ -152,30 +152,30 @@ def short_name(run: str) -> str:
 # -- metrics
 
 
-def _main_metric(runs: Sequence[RunFacts], sweeps: Sequence[SweepFacts], wish: Wish) -> str | None:
+def _main_metric(runs: Sequence[RunFacts], sweeps: Sequence[SweepFacts], options: ReportOptions) -> str | None:
     """Return the metric that comes first: that of the user, of the first sweep, or the one that most runs have."""
     counts: dict[str, int] = {}
     for run in runs:
         for name in run.series:
             counts[name] = counts.get(name, 0) + 1
-    if wish.metric is not None:
-        if wish.metric not in counts:
+    if options.metric is not None:
+        if options.metric not in counts:
             names = ", ".join(list(counts)[:10]) or "none"
-            raise UserError(f"--metric {wish.metric}: no run has reported it; there are: {names}")
-        return wish.metric
+            raise UserError(f"--metric {options.metric}: no run has reported it; there are: {names}")
+        return options.metric
     if sweeps and sweeps[0].study.metric in counts:
         return sweeps[0].study.metric
     # of equally frequent ones, a result rather than a loss
     return max(counts, key=lambda name: (counts[name], not is_minimized(name)), default=None)
 
 
-def _judge(runs: Iterable[RunFacts], sweeps: Sequence[SweepFacts], wish: Wish, main: str | None) -> None:
+def _judge(runs: Iterable[RunFacts], sweeps: Sequence[SweepFacts], options: ReportOptions, main: str | None) -> None:
     """Give each metric of each run its direction, last and best value."""
     declared: dict[str, str] = {}
     for sweep in sweeps:
         declared = {**sweep.study.metrics, **declared}
-    if wish.direction is not None and main is not None:
-        declared[main] = wish.direction
+    if options.direction is not None and main is not None:
+        declared[main] = options.direction
     for run in runs:
         run.metrics = {name: _metric(name, points, declared) for name, points in run.series.items()}
 

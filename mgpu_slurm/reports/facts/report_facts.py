@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from mgpu_slurm.reports.facts.series import Series
 from mgpu_slurm.reports.usage.advice import Advice
-from mgpu_slurm.reports.usage.ledger import Ledger
+from mgpu_slurm.reports.usage.ledger import Ledger, Outcome
 from mgpu_slurm.reports.usage.resource_use import Asked, Used
 from mgpu_slurm.run_folder.usage_records import NodeUsage
 
@@ -35,6 +35,7 @@ class AttemptFacts:
     """Why it ended, in words; empty if it completed or runs."""
     then: str
     """What restarted the run; empty if nothing did."""
+    outcome: Outcome
 
 
 @dataclass(frozen=True)
@@ -112,6 +113,8 @@ class WorkerFacts:
     attempts: Sequence[AttemptFacts]
     pieces: Sequence[Piece]
     ledger: Ledger
+    asked: Asked | None = None
+    used: Used | None = None
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -120,6 +123,8 @@ class WorkerFacts:
             "attempts": [asdict(each) | {"nodes": list(each.nodes)} for each in self.attempts],
             "trials": [asdict(each) for each in self.pieces],
             "ledger": self.ledger.to_json(),
+            "asked": self.asked and asdict(self.asked),
+            "used": self.used and asdict(self.used),
         }
 
 

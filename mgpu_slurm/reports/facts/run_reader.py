@@ -212,6 +212,8 @@ class RunReader:
             attempts=_attempts(folder, state, times, self._asks),
             pieces=sorted(pieces, key=lambda piece: piece.begin),
             ledger=Ledger() if use is None else use.facts.ledger,
+            asked=None if use is None else use.facts.asked,
+            used=None if use is None else use.facts.used,
         )
 
     def not_yet_said(self, warnings: Iterable[str]) -> list[str]:
@@ -267,7 +269,8 @@ def _attempts(folder: RunFolder, state: RunState, times: Sequence[AttemptTimes],
         if earlier is not None:
             ended_by, then = earlier.ended, earlier.then
         else:
-            ended_by, then = state.reason or endings.said_of(folder, each.attempt), ""
+            is_running = each.outcome == "running"
+            ended_by, then = "" if is_running else state.reason or endings.said_of(folder, each.attempt), ""
         found.append(
             AttemptFacts(
                 each.attempt,
@@ -278,6 +281,7 @@ def _attempts(folder: RunFolder, state: RunState, times: Sequence[AttemptTimes],
                 each.seconds,
                 ended_by,
                 then,
+                each.outcome,
             )
         )
     return found
@@ -285,7 +289,7 @@ def _attempts(folder: RunFolder, state: RunState, times: Sequence[AttemptTimes],
 
 def _attempt_of_trial(times: AttemptTimes) -> AttemptFacts:
     started, ended = _iso(times.begin), _iso(times.end)
-    return AttemptFacts(times.attempt, times.job_id, times.nodes, started, ended, times.seconds, "", "")
+    return AttemptFacts(times.attempt, times.job_id, times.nodes, started, ended, times.seconds, "", "", times.outcome)
 
 
 def _closed(times: AttemptTimes, ended: str | None, attempts: Mapping[int, Sequence[AttemptTimes]]) -> AttemptTimes:

@@ -172,7 +172,7 @@ def _resources(facts: Facts, runs: Sequence[Shown]) -> Section | None:
         if chart is not None:
             words = tag("span", " cores busy (line), asked for (dotted), memory (dashed)", cls="quiet")
             figures.append(figure(joined(run.name, words), chart.svg()))
-    table = page_tables.resources_table(runs)
+    table = page_tables.resources_table(facts, runs)
     unit = "GPU" if facts.unit == "gpu" else "core"
     return section(
         "resources",

@@ -9,10 +9,10 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from mgpu_slurm.core.errors import UserError
+from mgpu_slurm.core.errors import MgpuError, UserError
 from mgpu_slurm.core.files import write_whole
 from mgpu_slurm.core.retry import Note, quiet
-from mgpu_slurm.reports.facts.gather import Wish, gather
+from mgpu_slurm.reports.facts.gather import ReportOptions, gather
 from mgpu_slurm.reports.facts.report_facts import Facts
 from mgpu_slurm.reports.page.html_page import page, stylesheet
 from mgpu_slurm.run_folder import states
@@ -82,7 +82,7 @@ def is_over(facts: Facts) -> bool:
 
 def make(
     words: Sequence[str],
-    wish: Wish,
+    options: ReportOptions,
     out: Path | None,
     refresh: int | None,
     with_points: bool,
@@ -95,10 +95,18 @@ def make(
         refresh: seconds between two writes; None writes once.
         said: called after each write with what was written, and its bytes.
     """
+    is_written = False
     while True:
-        facts = gather(words, wish, note)
-        ends = refresh is None or is_over(facts)
-        said(facts, write_page(facts, out, None if ends else refresh, with_points))
-        if ends or refresh is None:
-            return facts
+        try:
+            facts = gather(words, options, note)
+            ends = refresh is None or is_over(facts)
+            said(facts, write_page(facts, out, None if ends else refresh, with_points))
+            is_written = True
+            if ends or refresh is None:
+                return facts
+        except (MgpuError, OSError) as error:
+            # a disk or a cluster that fails for a while does not end a page that is kept up to date
+            if not is_written or refresh is None:
+                raise
+            note(f"the page is written again in {refresh} s: {error}")
         time.sleep(refresh)

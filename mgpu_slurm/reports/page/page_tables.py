@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from mgpu_slurm.core.formatting import binary_size, counted, duration
-from mgpu_slurm.reports.facts.report_facts import Facts, RunFacts
+from mgpu_slurm.reports.facts.report_facts import Facts, RunFacts, WorkerFacts
 from mgpu_slurm.reports.page.markup import Markup, joined, number, scrolling, tag
 from mgpu_slurm.reports.page.run_charts import sparkline
 from mgpu_slurm.reports.page.shown import Shown, badge, families
@@ -120,9 +120,12 @@ def was_interrupted(run: RunFacts) -> bool:
 # -- asked for and used
 
 
-def resources_table(runs: Sequence[Shown]) -> Markup:
-    """Return what runs or groups asked for and used; empty if nothing is known."""
-    rows = [row for family in families(runs).values() if (row := _resources(family))]
+def resources_table(facts: Facts, runs: Sequence[Shown]) -> Markup:
+    """Return what runs, groups and sweeps asked for and used; empty if nothing is known."""
+    named = [(family[0], family[0].family_name, [run.facts for run in family]) for family in families(runs).values()]
+    sweeps = {sweep.run: sweep.workers for sweep in facts.sweeps}
+    every = [(first, name, sweeps.get(first.family, own)) for first, name, own in named]
+    rows = [row for first, name, users in every if (row := _resources(first, name, users))]
     if not rows:
         return Markup()
     groups = tag(
@@ -153,8 +156,9 @@ def resources_table(runs: Sequence[Shown]) -> Markup:
     return scrolling("Table of resources", tag("table", caption, tag("thead", groups, head), tag("tbody", *rows)))
 
 
-def _resources(family: Sequence[Shown]) -> Markup | None:
-    known = [run.facts for run in family if run.facts.asked is not None and run.facts.used is not None]
+def _resources(first: Shown, name: str, users: Sequence[RunFacts | WorkerFacts]) -> Markup | None:
+    """Return the row of a group of runs, or of the workers of a sweep; None if nothing is known."""
+    known = [each for each in users if each.asked is not None and each.used is not None]
     if not known:
         return None
     asked = known[0].asked
@@ -168,10 +172,10 @@ def _resources(family: Sequence[Shown]) -> Markup | None:
         max((value for each in used if (value := getattr(each, key)) is not None), default=None)
         for key in ("gpu", "gpu_mem")
     )
-    swatch = tag("span", cls=f"swatch {family[0].color_class}", aria_hidden="true")
+    swatch = tag("span", cls=f"swatch {first.color_class}", aria_hidden="true")
     return tag(
         "tr",
-        tag("th", swatch, family[0].family_name, scope="row"),
+        tag("th", swatch, name, scope="row"),
         *_three(asked.cpus_per_task, cores, lambda value: number(value, 3)),
         *_three(asked.mem, memory, lambda value: binary_size(int(value))),
         *_three(asked.time, longest, duration),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from itertools import pairwise
@@ -16,7 +16,7 @@ from mgpu_slurm.reports.facts.series import Series
 from mgpu_slurm.reports.page.markup import Markup, number, tag
 from mgpu_slurm.reports.page.shown import Shown
 from mgpu_slurm.reports.page.svg import Chart, Scale, finite_range, path, ticks, whole_ticks
-from mgpu_slurm.reports.usage.ledger import PARTS, Ledger
+from mgpu_slurm.reports.usage.ledger import PARTS, Ledger, Outcome
 from mgpu_slurm.run_folder.usage_records import NodeUsage
 
 STATIC_POINTS = 160
@@ -207,15 +207,22 @@ def attempts(runs: Sequence[Shown]) -> Chart:
     return timeline("attempts-chart", "Attempts of runs", f"A row for each of {counted(len(runs), 'run')}.", rows)
 
 
+_OUTCOMES: Mapping[Outcome, str] = {
+    "completed": "s-COMPLETED",
+    "running": "s-RUNNING",
+    "stopped": "s-CANCELLED",
+    "failed": "s-FAILED",
+    "lost": "s-FAILED",
+}
+
+
 def _bars(run: Shown) -> list[Bar]:
     found = []
-    for place, each in enumerate(run.facts.attempts):
-        is_last = place == len(run.facts.attempts) - 1
+    for each in run.facts.attempts:
         begin = seconds_of(each.started)
         words = f"{run.name}, attempt {each.attempt}: {duration(each.seconds)}"
         words += f"; {each.ended_by}" if each.ended_by else ""
-        state = f"s-{run.facts.state}" if is_last else "s-CANCELLED"
-        found.append(Bar(begin, begin + each.seconds, state, words, str(each.attempt), run.index))
+        found.append(Bar(begin, begin + each.seconds, _OUTCOMES[each.outcome], words, str(each.attempt), run.index))
     return found
 
 

@@ -207,7 +207,7 @@ def _piece_words(piece: Piece) -> str:
     return f"{'confirming: ' if piece.is_confirming else ''}trial {piece.trial}"
 
 
-def _covered(pieces: Sequence[Piece]) -> float:
+def covered(pieces: Sequence[Piece]) -> float:
     """Return the seconds in which there was at least one trial; several may be trained at the same time."""
     covered, until = 0.0, -math.inf
     for piece in sorted(pieces, key=lambda each: each.begin):
@@ -222,7 +222,7 @@ def workers(sweep: SweepFacts, ident: str, runs: Runs) -> tuple[Markup, float]:
     rows, busy, total = [], 0.0, 0.0
     for worker in sweep.workers:
         total += sum(each.seconds for each in worker.attempts)
-        busy += _covered(worker.pieces)
+        busy += covered(worker.pieces)
         bars = [
             Bar(
                 piece.begin,
@@ -252,7 +252,7 @@ def confirmation(study: StudyFacts) -> Markup:
     )
     rows = []
     for place, each in enumerate(found.trials):
-        rest = ["", "", "best"]
+        rest = ["", "", "best" if len(found.trials) > 1 else "the only one"]
         if place:
             low, high = each.interval
             rest = [
@@ -268,6 +268,9 @@ def confirmation(study: StudyFacts) -> Markup:
                 *(tag("td", cell) for cell in rest),
             )
         )
-    caption = tag("caption", f"The best trials, trained again with seeds {', '.join(map(str, found.seeds))}")
+    words = f"The best trials, trained again with seeds {', '.join(map(str, found.seeds))}"
+    words += f"; {counted(found.left, 'trial')} left" if found.left else ""
+    words += f"; {counted(found.without_result, 'trial')} without a result" if found.without_result else ""
+    caption = tag("caption", words)
     table = tag("table", caption, tag("thead", head), tag("tbody", *rows))
     return scrolling(f"Confirmation of {study.study}", table)

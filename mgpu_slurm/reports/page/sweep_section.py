@@ -88,6 +88,7 @@ def _marks() -> Markup:
         ("▲", "pruned", "PRUNED"),
         ("■", "paused", "PAUSED"),
         ("✕", "failed", "FAIL"),
+        ("▶", "running", "RUNNING"),
     )
     items = [
         tag("li", tag("span", sign, cls=f"sign s-{state}", aria_hidden="true"), words) for sign, words, state in shapes

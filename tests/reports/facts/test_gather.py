@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -16,10 +17,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as some
 from optuna.trial import TrialState
 
+from mgpu_slurm.core import processes
 from mgpu_slurm.core.errors import UserError
 from mgpu_slurm.core.files import without_nan
 from mgpu_slurm.metrics.reporter import Reporter
-from mgpu_slurm.reports.facts.gather import Wish, gather
+from mgpu_slurm.reports.facts.gather import ReportOptions, gather
 from mgpu_slurm.reports.facts.report_facts import Facts, RunFacts
 from mgpu_slurm.run_folder import records
 from mgpu_slurm.run_folder.layout import RunFolder
@@ -42,8 +44,8 @@ def reported(folder: Path, *values: float, attempt: int = 1, first: int = 1, nam
     return folder
 
 
-def found(*words: Path | str, **wish: Any) -> Facts:
-    return gather([str(word) for word in words], Wish(**wish))
+def found(*words: Path | str, **options: Any) -> Facts:
+    return gather([str(word) for word in words], ReportOptions(**options))
 
 
 def as_json(facts: Facts) -> dict[str, Any]:
@@ -81,6 +83,20 @@ def test_run_with_two_attempts(tmp_path: Path) -> None:
     assert (first["job_id"], first["nodes"]) == ("7", ["n1", "n2"])
     assert first["ended_by"]
     assert (second["ended_by"], second["then"]) == ("", "")
+
+
+def test_attempt_that_runs_has_no_end_of_the_one_before(tmp_path: Path) -> None:
+    run = RunFolder(reported(ended_run(tmp_path / "run"), 1.0))
+    records.record_event(run, "started", attempt=1, time=at(0), job_id="7", nodes=["n1"])
+    records.record_event(run, "ended", attempt=1, time=at(2), exit_code=143, message="stopped at step 9, asked to end")
+    records.record_event(run, "resumed", state="CANCELLED", reason="cancelled", time=at(3))
+    records.record_event(run, "started", attempt=2, time=at(5), job_id="8", nodes=["n1"])
+    vouched = {"host": os.uname().nodename, "supervisor": [os.getpid(), processes.started_at(os.getpid())]}
+    records.update_state(run, state="RUNNING", **vouched)
+    first, second = as_json(found(run.path))["runs"][0]["attempts"]
+    assert (first["ended_by"], first["then"]) == ("CANCELLED: stopped at step 9, asked to end", "resumed")
+    assert (first["outcome"], second["outcome"]) == ("stopped", "running")
+    assert (second["ended_by"], second["ended"]) == ("", None)
 
 
 @settings(max_examples=40)

@@ -13,7 +13,7 @@ from xml.etree.ElementTree import Element
 import pytest
 
 from mgpu_slurm.core.formatting import duration
-from mgpu_slurm.reports.facts.gather import Wish, gather
+from mgpu_slurm.reports.facts.gather import ReportOptions, gather
 from mgpu_slurm.reports.facts.report_facts import Facts
 from mgpu_slurm.reports.page.html_page import POLICY, page
 from mgpu_slurm.reports.page.markup import escaped, number
@@ -34,7 +34,7 @@ class Made:
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
     runs = hostile_runs(tmp_path_factory.mktemp("runs"))
-    facts = gather([str(run) for run in runs], Wish(title=EVIL, metric="loss"))
+    facts = gather([str(run) for run in runs], ReportOptions(title=EVIL, metric="loss"))
     text = page(facts)
     return Made(facts, text, tree_of(text.encode().decode()))
 

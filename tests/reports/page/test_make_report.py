@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
@@ -11,8 +12,9 @@ import pytest
 from mgpu_slurm.core import processes
 from mgpu_slurm.core.errors import UserError
 from mgpu_slurm.metrics.reporter import Reporter
-from mgpu_slurm.reports.facts.gather import Wish, gather
+from mgpu_slurm.reports.facts.gather import ReportOptions, gather
 from mgpu_slurm.reports.facts.report_facts import Facts
+from mgpu_slurm.reports.page import make_report
 from mgpu_slurm.reports.page.make_report import check_output, make, write_charts
 from mgpu_slurm.run_folder import records
 from mgpu_slurm.run_folder.layout import RunFolder
@@ -55,7 +57,7 @@ def test_folder_of_somebody_else(tmp_path: Path, ordinary_user: None) -> None:
 
 
 def test_each_chart_is_a_file_of_its_own(tmp_path: Path, run: RunFolder) -> None:
-    names = write_charts(gather([str(run.path)], Wish()), tmp_path / "charts")
+    names = write_charts(gather([str(run.path)], ReportOptions()), tmp_path / "charts")
     assert names == ["curve-0.svg", "curve-1.svg"]
     assert sorted(path.name for path in (tmp_path / "charts").iterdir()) == names
     space = "{http://www.w3.org/2000/svg}"
@@ -78,13 +80,41 @@ def test_live_page_ends_with_its_runs(tmp_path: Path, run: RunFolder) -> None:
         states.append(facts.runs[0].state)
         records.update_state(run, state="COMPLETED")
 
-    make([str(run.path)], Wish(), out, 1, True, said=written)
+    make([str(run.path)], ReportOptions(), out, 1, True, said=written)
     assert states == ["RUNNING", "COMPLETED"]
     assert ['http-equiv="refresh" content="1"' in page for page in pages] == [True, False]
 
 
+def test_live_page_outlives_a_disk_that_takes_nothing_for_a_while(
+    tmp_path: Path, run: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    vouched = {"host": os.uname().nodename, "supervisor": [os.getpid(), processes.started_at(os.getpid())]}
+    records.update_state(run, state="RUNNING", **vouched)
+    said: list[str] = []
+    sizes: list[int] = []
+    whole = make_report.write_page
+
+    def failing(*given: Any) -> int:
+        if sizes and not said:
+            raise OSError("no space left on device")
+        return whole(*given)
+
+    def written(facts: Facts, size: int) -> None:
+        sizes.append(size)
+        if said:
+            records.update_state(run, state="COMPLETED")
+
+    monkeypatch.setattr(make_report, "write_page", failing)
+    monkeypatch.setattr(make_report.time, "sleep", lambda seconds: None)
+    make([str(run.path)], ReportOptions(), tmp_path / "page.html", 60, True, said.append, written)
+    assert said == ["the page is written again in 60 s: no space left on device"]
+    said.clear()
+    with pytest.raises(OSError, match="no space"):
+        make([str(run.path)], ReportOptions(), tmp_path / "page.html", None, True)
+
+
 def test_page_to_standard_output(run: RunFolder, capfdbinary: pytest.CaptureFixture[bytes]) -> None:
-    make([str(run.path)], Wish(), None, None, True)
+    make([str(run.path)], ReportOptions(), None, None, True)
     text = capfdbinary.readouterr().out.decode()
     assert text.startswith("<!doctype html>\n")
     assert text.endswith("</html>\n")
