@@ -1,4 +1,4 @@
-.PHONY: demo demo-sweep test quick gpu chaos long check docs bench clean cluster cluster-deps try-cluster-deps cluster-env \
+.PHONY: demo demo-sweep test quick gpu chaos long check docs pictures bench clean cluster cluster-deps try-cluster-deps cluster-env \
     cluster-down
 .DELETE_ON_ERROR:
 
@@ -59,6 +59,10 @@ check: $(READY)
 # the documentation as a site, in site/; neither this nor its readers need a network
 docs: $(READY)
 	NO_MKDOCS_2_WARNING=1 .venv/bin/python -m mkdocs build --strict
+
+# the pictures of the README and the documentation, from real runs; a few minutes
+pictures: $(READY) $(CLUSTER)
+	.venv/bin/python -m tests.pictures
 
 bench: $(READY)
 	.venv/bin/python -m benchmarks

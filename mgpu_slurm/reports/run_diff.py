@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import statistics
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 
 from mgpu_slurm.core.files import read_json
 from mgpu_slurm.core.formatting import short_value
+from mgpu_slurm.registry import lookup, sweep_state
 from mgpu_slurm.request import config as configs
 from mgpu_slurm.request.spec import read_spec
 from mgpu_slurm.run_folder import records
@@ -107,8 +109,19 @@ def _environment(folder: RunFolder) -> dict[str, Any]:
 
 
 def _result(folder: RunFolder) -> dict[str, Any]:
-    record = read_json(folder.result)
-    return dict(record["result"] if record else records.read_state(folder).metrics)
+    """Return the result of a run; of a group its means, and of a sweep that of its best trial."""
+    state = records.read_state(folder)
+    if state.kind == "sweep":
+        best = sweep_state.summary_of(folder).best
+        return {} if best is None else {"best trial": best.number, "its value": best.value}
+    if state.tasks is None:
+        record = read_json(folder.result)
+        return dict(record["result"] if record else state.metrics)
+    values: dict[str, list[float]] = {}
+    for member in lookup.members(folder):
+        for name, value in _result(member).items():
+            values.setdefault(f"mean {name}", []).append(value)
+    return {"runs": state.tasks} | {name: statistics.fmean(column) for name, column in values.items()}
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

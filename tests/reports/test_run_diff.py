@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 from mgpu_slurm.core.files import read_json, write_json
+from mgpu_slurm.reports.run_diff import compare
 from mgpu_slurm.run_folder.layout import RunFolder
+from tests.metrics.event_files import ended_run
 from tests.support import Project
 
 JOB = "def train(run, lr: float = 0.1, epochs: int = 1):\n    for epoch in run.restore().epochs(epochs):\n"
@@ -52,3 +55,13 @@ def test_two_runs_are_compared(project: Project) -> None:
         each for title in ("config", "request", "code", "environment", "result") for each in (title, "(same)")
     ]
     assert project.call("diff", first.name, first.name, "--code").stdout == "no difference\n"
+
+
+def test_groups_are_compared_by_their_means(tmp_path: Path) -> None:
+    groups = [RunFolder(ended_run(tmp_path / name, tasks=2)) for name in ("a", "b")]
+    for place, group in enumerate(groups):
+        for task in range(2):
+            member = RunFolder(ended_run(group.of_task(task).path))
+            write_json(member.result, {"result": {"loss": place + task, "same": 1.0}})
+    found = compare(*groups)
+    assert found.result == {"mean loss": (0.5, 1.5)}
