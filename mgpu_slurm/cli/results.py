@@ -113,16 +113,18 @@ def efficiency(names: tuple[str, ...], as_json: bool) -> None:
     default="safetensors",
     metavar="FORM",
     show_default=True,
-    help="safetensors, csv, parquet, mlflow[=URI] or wandb[=PROJECT].",
+    help="safetensors, onnx, csv, parquet, mlflow[=URI] or wandb[=PROJECT].",
 )
 @click.option(
-    "--checkpoint", metavar="newest|best|STEP", help="With safetensors: which checkpoint of the run.  [default: newest]"
+    "--checkpoint",
+    metavar="newest|best|STEP",
+    help="With safetensors and onnx: which checkpoint.  [default: newest; onnx: best]",
 )
 @click.option(
     "--object",
     "which",
     metavar="NAME",
-    help="With safetensors: its name in run.restore.  [default: the only nn.Module]",
+    help="With safetensors and onnx: its name in run.restore.  [default: the only nn.Module]",
 )
 @click.option(
     "-o",
@@ -149,9 +151,14 @@ def export(name: str, form: str, checkpoint: str | None, which: str | None, outp
     if form == "safetensors":
         _export_weights(name, checkpoint or "newest", which, output, as_json)
         return
+    if form == "onnx":
+        _export_onnx(name, checkpoint, which, output, as_json)
+        return
     for option, value in (("--checkpoint", checkpoint), ("--object", which)):
         if value is not None:
-            raise UserError(f"{option} {value}: only weights are of a checkpoint: remove it, or use --to safetensors")
+            raise UserError(
+                f"{option} {value}: only weights are of a checkpoint: remove it, or use --to safetensors or onnx"
+            )
     if form in TABLES:
         _export_table(name, form, output, as_json)
     elif form.partition("=")[0] in TRACKERS:
@@ -159,7 +166,7 @@ def export(name: str, form: str, checkpoint: str | None, which: str | None, outp
             raise UserError(f"-o {output}: --to {form} writes no file: remove -o")
         _export_to_tracker(name, form, as_json)
     else:
-        known = ["safetensors", *TABLES, *TRACKERS]
+        known = ["safetensors", "onnx", *TABLES, *TRACKERS]
         raise UserError(f"--to {form}: there is no such form{nearest(form, known)}")
 
 
@@ -177,6 +184,21 @@ def _export_weights(name: str, checkpoint: str, which: str | None, output: Path 
         return
     print(f"written   {output}: {found.object}, {counted(found.tensors, 'tensor')}, {human_size(found.bytes)}")
     print(f"          of {found.checkpoint}")
+
+
+def _export_onnx(name: str, checkpoint: str | None, which: str | None, output: Path | None, as_json: bool) -> None:
+    from mgpu_slurm import api
+    from mgpu_slurm.submission import onnx_export
+
+    if output is None:
+        raise UserError("export: name the file for the model with -o, such as -o model.onnx")
+    found = onnx_export.export(api.find_run(name).files, checkpoint, which, output)
+    if as_json:
+        print_json({"file": str(output.absolute()), **found})
+        return
+    shapes = ", ".join("x".join(map(str, shape)) for shape in found["inputs"])
+    print(f"written   {output}: {found['object']}, {human_size(found['bytes'])}, inputs as {shapes}")
+    print(f"          of {found['checkpoint']}; ONNX Runtime computes the same within {found['difference']:.1g}")
 
 
 def _own_runs(name: str) -> list[Any]:
