@@ -148,8 +148,9 @@ def request_requeue(folder: RunFolder, attempt: int, said: str = "") -> None:
 def note_stop(folder: RunFolder, attempt: int, stopped: RunStopped) -> None:
     """Tell the batch step that the ranks have ended on request; their exit code is that of ranks killed by SIGTERM."""
     if stopped.exit_code == TERMINATED_EXIT_CODE:
-        mark = folder.terminated(attempt)
-        retry.for_the_disk(lambda: write_whole(mark, f"{stopped.reason}\n".encode(), sync=False), mark)
+        # only words are lost on a full disk, and SIGKILL follows soon
+        with suppress(OSError):
+            write_whole(folder.terminated(attempt), f"{stopped.reason}\n".encode(), sync=False)
 
 
 def leave_from_here(exit_code: int, tell: Callable[[], None] = lambda: None) -> NoReturn:

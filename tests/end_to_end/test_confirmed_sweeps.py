@@ -62,7 +62,7 @@ def test_best_trials_are_trained_as_runs_of_their_own(project: Project) -> None:
     assert "confirmed with seeds 1, 2, 3, as study study-confirm" in shown
     # the usual commands
     assert "2: 2 complete" in project.call("status", "study-confirm").stdout
-    assert [row["RUNS"] for row in aggregated(project)] == ["3", "3"]
+    assert [group["metrics"]["loss"]["count"] for group in aggregated(project)] == [3, 3]
     told = project.call("sweep", "sweep.yaml", "study=study-confirm")
     assert told.returncode == 2
     assert "confirms study study, whose workers train it: name study instead" in told.stderr
@@ -73,11 +73,8 @@ def test_best_trials_are_trained_as_runs_of_their_own(project: Project) -> None:
     assert layout.newest_checkpoint(folder.of_trial(0)) is not None, "what the links lead to is not deleted"
 
 
-def aggregated(project: Project) -> list[dict[str, str]]:
-    done = project.call("aggregate", "study-confirm", "--on", "progress")
-    assert done.returncode == 0, done.stderr
-    head, *rows = [line.split() for line in done.stdout.splitlines() if line.startswith(("GROUP", "lr="))]
-    return [dict(zip(head, row, strict=False)) for row in rows]
+def aggregated(project: Project) -> list[dict[str, Any]]:
+    return list(project.json("aggregate", "study-confirm", "--on", "progress")["groups"])
 
 
 @pytest.mark.timeout(300)
