@@ -61,7 +61,7 @@ def _half_way(environ: dict[str, str]) -> str:
         counts = json.loads(_call(environ, "status", "digits", "--json"))[0]["trials"]
         return bool(counts["COMPLETE"] + counts["PRUNED"] >= 10)
 
-    wait_until(ended, patience=300)
+    wait_until(ended, 300)
     return _call(environ, "status", "digits")
 
 
@@ -96,7 +96,7 @@ def _tensorboard(environ: dict[str, str]) -> Iterator[str]:
 
 def _hparams(started: Browser, environ: dict[str, str]) -> None:
     with _tensorboard(environ) as address:
-        page = started.new_page(viewport={"width": 1200, "height": 640})
+        page = started.new_page(viewport={"width": 1400, "height": 640})
         page.goto(f"{address}#hparams")
         _wait_for_rows(page)
         page.screenshot(path=DOCS / "hparams.png")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import google_crc32c
 import numpy as np
@@ -34,10 +34,14 @@ LONGEST = 512
 class Records:
     """Positions of the complete records in a file."""
 
-    starts: list[int] = field(default_factory=list)
-    lengths: list[int] = field(default_factory=list)
+    starts: NDArray[np.int64]
+    lengths: NDArray[np.int64]
     damaged: int = 0
     """Places at which one or more records could not be read."""
+
+    @staticmethod
+    def at(starts: Sequence[int], lengths: Sequence[int], damaged: int = 0) -> Records:
+        return Records(np.asarray(starts, np.int64), np.asarray(lengths, np.int64), damaged)
 
 
 def find_records(contents: Sequence[bytes]) -> list[Records]:
@@ -58,8 +62,9 @@ def find_records(contents: Sequence[bytes]) -> list[Records]:
 
 def _chain(data: bytes) -> Records | None:
     """Return the records from header to header, their data unchecked; None if the chain breaks."""
-    found = Records()
-    add_start, add_length = found.starts.append, found.lengths.append
+    starts: list[int] = []
+    found_lengths: list[int] = []
+    add_start, add_length = starts.append, found_lengths.append
     # most records of a file have one of a few lengths
     lengths: dict[bytes, int] = {}
     place, end = 0, len(data)
@@ -73,15 +78,19 @@ def _chain(data: bytes) -> Records | None:
             lengths[header] = length
         stop = place + HEADER + length + FOOTER
         if stop > end:
-            return found if _next_header(data, place + 1) == end else None
+            if _next_header(data, place + 1) != end:
+                return None
+            break
         add_start(place + HEADER)
         add_length(length)
         place = stop
-    return found
+    return Records.at(starts, found_lengths)
 
 
 def _find_past_damage(data: bytes) -> Records:
-    found = Records()
+    starts: list[int] = []
+    lengths: list[int] = []
+    damaged = 0
     place, end = 0, len(data)
     while place + HEADER <= end:
         start = place + HEADER
@@ -91,13 +100,13 @@ def _find_past_damage(data: bytes) -> Records:
             if stop + FOOTER > end and _next_header(data, place + 1) == end:
                 break
             if stop + FOOTER <= end and masked_checksum(data[start:stop]) == _CHECKSUM.unpack_from(data, stop)[0]:
-                found.starts.append(start)
-                found.lengths.append(length)
+                starts.append(start)
+                lengths.append(length)
                 place = stop + FOOTER
                 continue
-        found.damaged += 1
+        damaged += 1
         place = _next_header(data, place + 1)
-    return found
+    return Records.at(starts, lengths, damaged)
 
 
 # -- checksums of many records
@@ -107,12 +116,10 @@ def _have_matching_checksums(contents: Sequence[bytes], found: Sequence[Records 
     """Return for each file whether the checksums of all its records match; False for a file without records."""
     data = np.frombuffer(b"".join(contents), np.uint8)
     bases = np.cumsum([0, *map(len, contents)])[:-1]
-    chains = [Records() if records is None else records for records in found]
+    chains = [Records.at((), ()) if records is None else records for records in found]
     file = np.repeat(np.arange(len(chains)), [len(records.starts) for records in chains])
-    starts = np.concatenate(
-        [np.asarray(records.starts, np.int64) + base for records, base in zip(chains, bases, strict=True)]
-    )
-    lengths = np.concatenate([np.asarray(records.lengths, np.int64) for records in chains])
+    starts = np.concatenate([records.starts + base for records, base in zip(chains, bases, strict=True)])
+    lengths = np.concatenate([records.lengths for records in chains])
     is_whole = np.asarray([records is not None for records in found])
     order = np.argsort(lengths, kind="stable")
     bounds = np.flatnonzero(np.diff(lengths[order])) + 1

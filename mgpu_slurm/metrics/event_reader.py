@@ -117,8 +117,8 @@ def _table(contents: list[bytes], found: list[Records]) -> _Table:
         data=b"".join(contents),
         file=np.repeat(np.arange(len(found)), counts),
         number=_joined([np.arange(count) for count in counts]),
-        start=_joined([np.asarray(each.starts, np.int64) + base for each, base in zip(found, bases, strict=True)]),
-        length=_joined([np.asarray(each.lengths, np.int64) for each in found]),
+        start=_joined([each.starts + base for each, base in zip(found, bases, strict=True)]),
+        length=_joined([each.lengths for each in found]),
     )
 
 
