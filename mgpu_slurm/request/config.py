@@ -225,11 +225,19 @@ def _refuse_unknown_keys(cls: Any, values: Config, what: str, prefix: str) -> No
 def field_types(cls: Any) -> Annotations | None:
     """Return names and types of the fields that can be given; None if the class has no fixed fields."""
     if dataclasses.is_dataclass(cls):
-        hints = typing.get_type_hints(cls, include_extras=True)
+        # for type checkers not every class is hashable
+        wanted: Any = cls
+        hints = _hints(wanted)
         return {field.name: hints[field.name] for field in dataclasses.fields(cls) if field.init}
     if hasattr(cls, "model_fields"):
         return {name: field.annotation for name, field in cls.model_fields.items()}
     return None
+
+
+@functools.lru_cache(maxsize=256)
+def _hints(cls: Any) -> Annotations:
+    """Return the types of a dataclass; a report asks for those of a spec thousands of times."""
+    return typing.get_type_hints(cls, include_extras=True)
 
 
 def types_in(cls: Any) -> dict[type, Annotations]:

@@ -194,7 +194,8 @@ def _overlaid(spans: Iterable[Span], over: Sequence[Span]) -> list[Span]:
                 # it continues in the next one
                 break
             index += 1
-        found.append(replace(span, begin=at))
+        # most spans are as before
+        found.append(span if at == span.begin else replace(span, begin=at))
     return [span for span in found if span.end > span.begin]
 
 
