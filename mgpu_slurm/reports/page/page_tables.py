@@ -166,7 +166,7 @@ def _resources(first: Shown, name: str, users: Sequence[RunFacts | WorkerFacts])
     used = [run.used for run in known if run.used is not None]
     cores, memory, longest = (
         max((value for each in used if (value := getattr(each, key)) is not None), default=None)
-        for key in ("cores", "mem", "longest")
+        for key in ("cores", "mem_shared", "longest")
     )
     gpu, gpu_memory = (
         max((value for each in used if (value := getattr(each, key)) is not None), default=None)
