@@ -114,7 +114,7 @@ def _print_texts(texts: Iterable[str]) -> bool:
 
 
 def _print_warnings(folder: RunFolder, without: Collection[int]) -> None:
-    """Print the warnings of other ranks beside the log, which stays what the ranks have printed."""
+    """Print the warnings of other ranks to standard error: standard output stays what the ranks have printed."""
     from mgpu_slurm.reports.run_summary import rank_warnings, warning_lines
     from mgpu_slurm.run_folder import records
 

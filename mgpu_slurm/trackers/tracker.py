@@ -19,7 +19,7 @@ Status = Literal["running", "waiting", "completed", "failed", "stopped"]
 
 @dataclass(frozen=True)
 class TrackedRun:
-    """What a tracker is told of a run besides its reports."""
+    """What a tracker gets of a run in addition to its reports."""
 
     name: str
     key: str
