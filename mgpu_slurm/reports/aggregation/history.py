@@ -30,7 +30,7 @@ On = Literal["step", "progress"]
 
 PRUNED = "PRUNED"
 """The state of a pruned trial."""
-_STATES_OF_TRIALS = {"COMPLETE": states.COMPLETED, PRUNED: PRUNED, "FAIL": states.FAILED}
+STATES_OF_TRIALS = {"COMPLETE": states.COMPLETED, PRUNED: PRUNED, "FAIL": states.FAILED}
 
 
 @dataclass
@@ -107,7 +107,7 @@ def _state_of_trial(folder: RunFolder) -> str:
     for outcome in (folder.result, folder.failure):
         told = read_json(outcome)
         if told is not None:
-            return _STATES_OF_TRIALS.get(told.get("state"), states.UNKNOWN)
+            return STATES_OF_TRIALS.get(told.get("state"), states.UNKNOWN)
     if folder.path.parent.name == TRIALS:
         return states.UNKNOWN
     # the run of a trial with one of its seeds, which ended with the trial
@@ -118,7 +118,7 @@ def _state_of_trial(folder: RunFolder) -> str:
 
 
 def _own(source: Source, folder: RunFolder, spec: Spec, files: list[EventFile] | None, on: On) -> History:
-    target, config = identity_of(folder, spec)
+    target, config = identity_of(folder, spec if folder.task is None else spec.of_task(folder.task))
     history = History(source.name, source.place, target=target, config=config)
     if files is None:
         _read_metrics(folder.metrics, on, history)
@@ -131,10 +131,8 @@ def identity_of(folder: RunFolder, spec: Spec) -> tuple[str, dict[str, Any]]:
     """Return the target of a run, and its config values by dotted name.
 
     Args:
-        spec: of its group.
+        spec: of a trial, that of its sweep.
     """
-    if folder.task is not None:
-        spec = spec.of_task(folder.task)
     target, config = identity(spec)
     if is_trial(folder):
         config |= _config_of_trial(folder)

@@ -6,7 +6,6 @@ import importlib.metadata
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from mgpu_slurm.core.errors import UserError
 from mgpu_slurm.core.formatting import counted
@@ -26,15 +25,8 @@ from mgpu_slurm.reports.facts.report_facts import (
 from mgpu_slurm.reports.facts.run_reader import ReportFiles, RunReader, name_of
 from mgpu_slurm.reports.usage import efficiency
 from mgpu_slurm.reports.usage.ledger import Ledger
-from mgpu_slurm.request.spec import Spec
 from mgpu_slurm.run_folder import records
 from mgpu_slurm.run_folder.layout import RunFolder
-
-if TYPE_CHECKING:
-    pass
-
-NEWEST = 20
-"""Number of runs, groups and sweeps that are shown if none is named."""
 
 MOST_NAMES = 5
 """Number of runs that a warning names."""
@@ -69,16 +61,15 @@ def gather(words: Sequence[str], options: ReportOptions, note: Note = quiet) -> 
     known = current(own, note)
     reports = ReportFiles()
     use = efficiency.gather(known, reports_of=reports.reported)
-    reader = RunReader(use, reports, asks=len(known) <= NEWEST, warnings=warnings)
+    reader = RunReader(use, reports, asks=len(known) <= efficiency.NEWEST, warnings=warnings)
     sweeps: list[SweepFacts] = []
     runs: list[RunFacts] = []
     for source in found:
         if source.is_study:
             sweeps += reader.sweep(source, [pair for pair in known if pair[0].group == source.own])
-    specs: dict[RunFolder, Spec] = {}
     for folder, state in known:
         if state.kind == "run":
-            runs += reader.run(folder, state, specs)
+            runs += reader.run(folder, state)
     runs += reader.others([source for source in found if source.own is None or _is_trial(source)])
     runs += reader.trials
     metric = _main_metric(runs, sweeps, options)
@@ -103,7 +94,7 @@ def _newest(note: Note, warnings: list[str]) -> list[Source]:
         warnings: receives the runs that are left out, and why.
     """
     found = []
-    for folder in lookup.all_groups(note)[:NEWEST]:
+    for folder in lookup.all_groups(note)[: efficiency.NEWEST]:
         try:
             found += run_sources.sources([str(folder.path)])
         except UserError as error:
@@ -145,7 +136,7 @@ def _without_metrics(runs: Sequence[RunFacts]) -> list[str]:
 
 
 def short_name(run: str) -> str:
-    """Return a run's name without what a submission adds to it."""
+    """Return a run's name without what a submission adds to it, which is not at the end of a confirmation's name."""
     return _NAME_OF_SUBMISSION.sub("", run)
 
 

@@ -25,7 +25,7 @@ from mgpu_slurm.reports.facts.report_facts import (
     WorkerFacts,
 )
 from mgpu_slurm.reports.usage import efficiency, run_times
-from mgpu_slurm.reports.usage.efficiency import Efficiency, RunUse
+from mgpu_slurm.reports.usage.efficiency import Efficiency
 from mgpu_slurm.reports.usage.ledger import OPEN, Ledger, Reported
 from mgpu_slurm.reports.usage.run_times import AttemptTimes
 from mgpu_slurm.request.spec import Spec, read_spec
@@ -37,7 +37,7 @@ from mgpu_slurm.run_folder.usage_records import read_usage
 if TYPE_CHECKING:
     from mgpu_slurm.sweeps.analysis.study_facts import StudyFacts, TrialFacts
 
-STATES_OF_TRIALS = {"COMPLETE": states.COMPLETED, "FAIL": states.FAILED, "WAITING": "PENDING"}
+STATES_OF_TRIALS = history.STATES_OF_TRIALS | {"WAITING": "PENDING"}
 """States of runs by Optuna's states of trials; the others have the same name."""
 
 
@@ -76,19 +76,19 @@ class RunReader:
         self.trials: list[RunFacts] = []
         self.warnings = warnings
         self._left_out: set[str] = set()
+        self._specs: dict[RunFolder, Spec] = {}
 
-    def run(self, folder: RunFolder, state: RunState, specs: dict[RunFolder, Spec]) -> Iterator[RunFacts]:
+    def run(self, folder: RunFolder, state: RunState) -> Iterator[RunFacts]:
         try:
-            if folder.group not in specs:
-                specs[folder.group] = read_spec(folder.group)
-            yield self._run(folder, state, specs[folder.group])
+            yield self._run(folder, state)
         except efficiency.UNREADABLE as error:
             self._leave_out(folder.run, error)
 
-    def _run(self, folder: RunFolder, state: RunState, spec: Spec) -> RunFacts:
-        times = run_times.attempts_of(folder, state)
-        points = self._points(folder, times)
+    def _run(self, folder: RunFolder, state: RunState) -> RunFacts:
         use = self._use.get(folder.run)
+        times = run_times.attempts_of(folder, state) if use is None else use.times
+        spec = self._spec(folder) if use is None else use.spec
+        points = self._points(folder, times)
         return RunFacts(
             run=folder.run,
             kind="run",
@@ -105,8 +105,15 @@ class RunReader:
             used=None if use is None else use.facts.used,
             ledger=None if use is None else use.facts.ledger,
             series=points.series,
-            usage=read_usage(folder),
+            usage=read_usage(folder) if use is None else use.nodes,
         )
+
+    def _spec(self, folder: RunFolder) -> Spec:
+        """Return the spec of a run that has never started; that of its group is read once."""
+        if folder.group not in self._specs:
+            self._specs[folder.group] = read_spec(folder.group)
+        whole = self._specs[folder.group]
+        return whole if folder.task is None else whole.of_task(folder.task)
 
     def _points(self, folder: RunFolder, times: Sequence[AttemptTimes]) -> series.Points:
         """Return what a run has reported; of one that reports nothing, what it has written into event files."""
@@ -164,7 +171,10 @@ class RunReader:
                 self._leave_out(folder.of_trial(trial.row.number).run, error)
         for number, times in _confirming(folder, attempts):
             _hand_out(number, times, pieces, is_confirming=True)
-        found = [self._worker(member, state, pieces[member.task or 0]) for member, state in workers]
+        found = [
+            self._worker(member, state, attempts[member.task or 0], pieces[member.task or 0])
+            for member, state in workers
+        ]
         states_of_workers = [state for _, state in workers]
         state = sweep_state.overall(states_of_workers, sweep_state.summary_of(folder, states_of_workers))
         yield SweepFacts(folder.run, state, study, found)
@@ -203,9 +213,10 @@ class RunReader:
             )
             yield facts, times
 
-    def _worker(self, folder: RunFolder, state: RunState, pieces: Sequence[Piece]) -> WorkerFacts:
-        use: RunUse | None = self._use.get(folder.run)
-        times = run_times.attempts_of(folder, state)
+    def _worker(
+        self, folder: RunFolder, state: RunState, times: Sequence[AttemptTimes], pieces: Sequence[Piece]
+    ) -> WorkerFacts:
+        use = self._use.get(folder.run)
         return WorkerFacts(
             worker=folder.task or 0,
             state=state.state,

@@ -35,7 +35,7 @@ def page(facts: Facts, refresh: int | None = None, with_points: bool = True) -> 
         with_points: hold the points of curves, for smoothing and zooming.
     """
     runs = arranged(facts)
-    most = page_data.points_per_curve(runs)
+    most = page_data.points_per_curve(runs) if with_points else 0
     sections = [section for section in _sections(facts, runs) if section is not None]
     links = [tag("a", name, href=f"#{ident}") for ident, name, _ in sections]
     body = [part for _, _, part in sections]
@@ -139,7 +139,7 @@ def _legend(runs: Sequence[Shown]) -> Markup:
     items = [
         tag("li", tag("span", cls=f"swatch {family[0].color_class}", aria_hidden="true"), family[0].family_name, " ",
             tag("span", counted(len(family), "trial" if family[0].facts.kind == "trial" else "run"), cls="quiet"))
-        for name, family in list(families(runs).items())[:MOST_ROWS]
+        for family in list(families(runs).values())[:MOST_ROWS]
     ]  # fmt: skip
     return tag("ul", *items, cls="legend", id="legend")
 

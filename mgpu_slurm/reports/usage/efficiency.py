@@ -23,7 +23,7 @@ from mgpu_slurm.run_folder import states
 from mgpu_slurm.run_folder.layout import RunFolder
 from mgpu_slurm.run_folder.record_types import RunState
 from mgpu_slurm.run_folder.sweep_records import confirmation_of
-from mgpu_slurm.run_folder.usage_records import read_usage
+from mgpu_slurm.run_folder.usage_records import NodeUsage, read_usage
 from mgpu_slurm.slurm import site, step_accounting
 from mgpu_slurm.sweeps.search import sweep_file
 from mgpu_slurm.sweeps.search.space import Space
@@ -61,6 +61,11 @@ class RunUse:
     kind: str
     group: str | None
     attempts: Sequence[AttemptUse]
+    spec: Spec
+    """Its own; of a worker, that of its sweep."""
+    times: Sequence[AttemptTimes]
+    nodes: Sequence[NodeUsage]
+    """What was sampled."""
 
     def to_json(self) -> dict[str, Any]:
         facts = self.facts
@@ -190,7 +195,8 @@ def _use(source: _Source, of_worker: Sequence[Ledger] | None, reports_of: Report
         one.times(len(each.nodes or range(asked.nodes)) * asked.units_per_node)
         for one, each in zip(of_worker, attempts, strict=True)
     ]
-    used = resource_use.used(attempts, asked, read_usage(folder), resource_use.read_accounted(folder).steps)
+    nodes = read_usage(folder)
+    used = resource_use.used(attempts, asked, nodes, resource_use.read_accounted(folder).steps)
     return RunUse(
         RunFacts(
             folder.run,
@@ -207,6 +213,9 @@ def _use(source: _Source, of_worker: Sequence[Ledger] | None, reports_of: Report
             AttemptUse(each.attempt, each.job_id, each.nodes, each.seconds, one)
             for each, one in zip(attempts, ledgers, strict=True)
         ],
+        source.spec,
+        attempts,
+        nodes,
     )
 
 

@@ -9,6 +9,7 @@ from mgpu_slurm.reports.usage import efficiency_table
 from mgpu_slurm.reports.usage.advice import advice_for
 from mgpu_slurm.reports.usage.efficiency import Efficiency, RunUse
 from mgpu_slurm.reports.usage.ledger import Ledger
+from mgpu_slurm.request.spec import Resources, Spec, Target
 from tests.reports.usage.test_advice import GIB, HOUR, RUN
 
 LEDGER = Ledger(training=Fraction(9 * HOUR), repeated=Fraction(HOUR), saving=Fraction(HOUR, 100))
@@ -17,7 +18,8 @@ LEDGER = Ledger(training=Fraction(9 * HOUR), repeated=Fraction(HOUR), saving=Fra
 def found(*names: str) -> Efficiency:
     used = replace(RUN.used, mem_shared=10 * GIB, gpu_mem=21 * GIB, watts=412.3, read=10**12, wrote=5_000_000)
     facts = [replace(RUN, run=name, used=used, ledger=LEDGER) for name in names]
-    return Efficiency([RunUse(each, "run", None, []) for each in facts], advice_for(facts), ["a warning"])
+    spec = Spec("train", Target(command=("true",)), "local", Resources())
+    return Efficiency([RunUse(each, "run", None, [], spec, [], []) for each in facts], advice_for(facts), ["a warning"])
 
 
 def test_wide_terminal_shows_all() -> None:
