@@ -150,13 +150,14 @@ class StudyClient:
         return sum(self._shared.had(trial) for trial in self._shared.trials() if trial.state.is_finished())
 
     def _take(self, is_over: bool, only_doubted: bool) -> Trial | None:
+        lock = self._open.folder.trials_lock
         if only_doubted:
             if not self._health.others_wait():
                 return None
-            return studies.take_doubted(self._shared.study, self._sweep, self._shared.worker)
+            return studies.take_doubted(self._shared.study, self._sweep, self._shared.worker, lock)
 
         def take() -> Trial | None:
-            lock, snapshots = self._open.folder.trials_lock, self._shared.snapshots
+            snapshots = self._shared.snapshots
             return studies.take(
                 self._shared.study, self._sweep, self._shared.worker, lock, snapshots, is_over, self._set_aside
             )

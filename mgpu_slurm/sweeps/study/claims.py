@@ -47,7 +47,8 @@ def claim(study: Study, worker: Worker, trial: FrozenTrial) -> bool:
     """Take a waiting trial; return whether no other worker was faster.
 
     The worker writes its claim first, so that a running trial always names its worker, even if that worker dies at the
-    same moment.
+    same moment. The caller must hold the lock: else another worker could take the trial and give it back between the
+    two writes, which removes this claim as well.
     """
     optuna_adapter.set_trial_attribute(study, trial, worker.claim, worker.attempt)
     is_mine = optuna_adapter.set_trial_state(study, trial, TrialState.RUNNING)

@@ -1,9 +1,9 @@
 """The study of a sweep, and the queue of its trials.
 
-A worker takes a trial that was given back, which only one worker can do. Else it does what the scheduler says, under a
-lock on a file that all workers share: promote a paused trial, or begin the next one. So no trial is promoted twice, and
-there are never more trials than the sweep's limit. Parameters are chosen when a trial begins. A trial that is given
-back or paused keeps its number, its parameters and its reports.
+A worker takes a trial that was given back. Else it does what the scheduler says: promote a paused trial, or begin the
+next one. Both happen under a lock on a file that all workers share. So no trial is promoted twice, none is taken that
+was paused meanwhile, and there are never more trials than the sweep's limit. Parameters are chosen when a trial begins.
+A trial that is given back or paused keeps its number, its parameters and its reports.
 """
 
 from __future__ import annotations
@@ -147,10 +147,10 @@ def take(
     snapshots = snapshots or Snapshots(study, scheduler)
     # the sampler may have cached older states of the trials
     optuna_adapter.forget_cached_trials(study)
-    given_back = _take_waiting(study, worker, lambda trial: was_given_back(trial, sweep))
-    if given_back is not None:
-        return Trial(study, given_back)
     with locked(lock):
+        given_back = _take_waiting(study, worker, lambda trial: was_given_back(trial, sweep))
+        if given_back is not None:
+            return Trial(study, given_back)
         job = scheduler.next_job(snapshots.take(_limit(study, sweep), is_over))
         if job is None:
             return None
@@ -173,15 +173,20 @@ def take(
     return trial
 
 
-def take_doubted(study: Study, sweep: Sweep, worker: Worker) -> Trial | None:
-    """Take a trial that has failed on another worker, to show whether it fails here too; None if there is none."""
+def take_doubted(study: Study, sweep: Sweep, worker: Worker, lock: Path) -> Trial | None:
+    """Take a trial that has failed on another worker, to show whether it fails here too; None if there is none.
+
+    Args:
+        lock: as for `take`.
+    """
 
     def is_doubted(trial: FrozenTrial) -> bool:
         doubt = samplers.doubt_of(trial)
         return doubt is not None and doubt.worker != worker.number and was_given_back(trial, sweep)
 
     optuna_adapter.forget_cached_trials(study)
-    found = _take_waiting(study, worker, is_doubted)
+    with locked(lock):
+        found = _take_waiting(study, worker, is_doubted)
     return None if found is None else Trial(study, found)
 
 
@@ -258,8 +263,7 @@ def replace_by_copy(study: Study, trial: FrozenTrial, source: int) -> None:
 def _promote(study: Study, worker: Worker, trial: FrozenTrial) -> int:
     """Take a paused trial, let it run to the next rung, and return its id; the caller must hold the lock.
 
-    It is taken first: once it may run to the next rung, a worker without the lock could take it as given back. If this
-    worker dies in between, it is found at its rung, and paused as before.
+    It is taken first: if this worker dies in between, it is found at its rung, and paused as before.
     """
     claim(study, worker, trial)
     grant(study, trial)
@@ -277,7 +281,7 @@ def grant(study: Study, trial: FrozenTrial) -> None:
 def _take_waiting(
     study: Study, worker: Worker, is_wanted: Callable[[FrozenTrial], bool], scheduler: Scheduler | None = None
 ) -> int | None:
-    """Take a waiting trial, and return its id; None if there is none.
+    """Take a waiting trial, and return its id; None if there is none. The caller must hold the lock.
 
     Args:
         is_wanted: selects the trials.

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from mgpu_slurm.core.files import hold_if_free
+from mgpu_slurm.sweeps import optuna_adapter
 from mgpu_slurm.sweeps.scheduling import construction
 from mgpu_slurm.sweeps.scheduling.scheduler import Decision
 from mgpu_slurm.sweeps.search import sweep_file
 from mgpu_slurm.sweeps.search.space import Space
 from mgpu_slurm.sweeps.search.sweep import Sweep
+from mgpu_slurm.sweeps.study import claims
 from mgpu_slurm.sweeps.study import trial_queue as studies
 from mgpu_slurm.sweeps.study.claims import Worker
 from mgpu_slurm.sweeps.study.snapshots import Snapshots
@@ -57,6 +62,40 @@ def test_sweep_without_a_trial_limit_never_runs_out_of_trials(journal: Path) -> 
             assert trial is not None
             assert trial.number == number + worker
             study.tell(trial, 0.0)
+
+
+def test_trial_that_another_worker_gives_back_meanwhile_still_names_who_has_it(
+    journal: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, lock, write = sweep(), journal.with_name("trials.lock"), optuna_adapter.set_trial_attribute
+    studies.create(made, journal)
+    first = studies.load(made, journal, Worker(0, 1))
+    begun = studies.take(first, made, Worker(0, 1), lock)
+    assert begun is not None
+    claims.give_back(first, first.trials[0])
+
+    def other() -> None:
+        held = hold_if_free(lock)
+        if held is not None:
+            study = studies.load(made, journal, Worker(2, 1))
+            assert claims.claim(study, Worker(2, 1), study.trials[0])
+            claims.give_back(study, study.trials[0])
+            os.close(held)
+
+    def disturbed(*given: Any) -> None:
+        write(*given)
+        monkeypatch.setattr(optuna_adapter, "set_trial_attribute", write)
+        process = multiprocessing.get_context("fork").Process(target=other)
+        process.start()
+        process.join()
+        assert process.exitcode == 0
+
+    study = studies.load(made, journal, Worker(1, 1))
+    monkeypatch.setattr(optuna_adapter, "set_trial_attribute", disturbed)
+    trial = studies.take(study, made, Worker(1, 1), lock)
+    assert trial is not None
+    assert trial.number == begun.number
+    assert Worker(1, 1).has(study.trials[trial.number])
 
 
 def test_new_study_has_no_trials(journal: Path) -> None:
