@@ -288,6 +288,13 @@ def registered(module: nn.Module, name: str) -> Any:
     return None
 
 
+def remove_forward_pre_hook(module: nn.Module, hook: Any) -> None:
+    """Remove a hook from a module, which may be a copy of the one with which it was registered."""
+    for key in [key for key, each in module._forward_pre_hooks.items() if each is hook]:
+        del module._forward_pre_hooks[key]
+        module._forward_pre_hooks_with_kwargs.pop(key, None)
+
+
 # -- optimizers
 
 

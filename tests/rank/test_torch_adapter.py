@@ -44,6 +44,7 @@ NAMES: list[tuple[Any, tuple[str, ...]]] = [
     (nn.Module, ("_compiled_call_impl",)),
     (DTensor, ("__create_chunk_list__",)),
     (MODEL, ("_modules", "_parameters", "_buffers", "_apply")),
+    (MODEL, ("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs")),
     (torch.UntypedStorage, ("_cdata",)),
     (torch.ops.aten, ("_local_scalar_dense",)),
     (torch._C, ("_get_dispatch_mode",)),

@@ -25,6 +25,7 @@ from mgpu_slurm.core.errors import MgpuError, UserError
 from mgpu_slurm.core.files import write_json
 from mgpu_slurm.core.formatting import first_line
 from mgpu_slurm.data.batching.nests import leaves_of
+from mgpu_slurm.rank import torch_adapter
 from mgpu_slurm.request import target
 from mgpu_slurm.request.spec import read_spec
 from mgpu_slurm.run_folder.layout import RunFolder
@@ -75,7 +76,7 @@ def write(found: ModelCall, file: Path) -> float:
     model = found.model
     model.eval()
     # torch's exporter does not take the hook
-    model._forward_pre_hooks.clear()
+    torch_adapter.remove_forward_pre_hook(model, found.hook)
     size = sum(each.nbytes for each in model.state_dict().values())
     options: dict[str, Any] = {"kwargs": dict(found.kwargs), "dynamo": True, "external_data": size > ONE_FILE}
     problem: Exception | None = None

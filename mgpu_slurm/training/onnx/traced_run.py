@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn, SupportsIndex
@@ -26,6 +26,8 @@ class ModelCall:
     model: nn.Module
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
+    hook: Callable[..., None]
+    """The forward pre-hook of the model that has found the call."""
 
 
 class FirstForward(BaseException):
@@ -56,7 +58,7 @@ class TracedRun(Run):
         def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             # a model that is not restored may be a part of the one that is
             if self._restored.get(id(module), self._name) == self._name:
-                raise FirstForward(ModelCall(module, args, kwargs))
+                raise FirstForward(ModelCall(module, args, kwargs, enter))
 
         model.register_forward_pre_hook(enter, prepend=True, with_kwargs=True)
         return model
