@@ -31,8 +31,8 @@ class TreeUsage:
     """Bytes of memory now; pages that processes share count once for each of them."""
     peak: int = 0
     """Sum of the peaks that the living processes have had in their lives: they never had more together."""
-    child: int = 0
-    """The largest peak of a living process below the root."""
+    below: dict[int, int] = field(default_factory=dict)
+    """By process that has any below it: the largest peak of a living one of those."""
     pids: list[int] = field(default_factory=list)
     """The living processes, first the root; empty if that has ended."""
 
@@ -55,16 +55,16 @@ class TreeReader:
 
     def _tree(self, root: int) -> TreeUsage:
         usage = TreeUsage()
-        frontier = [root]
+        frontier: list[tuple[int, tuple[int, ...]]] = [(root, ())]
         while frontier:
-            pid = frontier.pop()
+            pid, above = frontier.pop()
             with suppress(OSError, ValueError, IndexError):
                 # one that has ended meanwhile is left out
-                self._add(usage, pid, is_root=pid == root)
-                frontier += self._add_threads(usage, pid)
+                self._add(usage, pid, above)
+                frontier += [(child, (*above, pid)) for child in self._add_threads(usage, pid)]
         return usage
 
-    def _add(self, usage: TreeUsage, pid: int, is_root: bool) -> None:
+    def _add(self, usage: TreeUsage, pid: int, above: tuple[int, ...]) -> None:
         # state, parent, ...: what follows the name, which may contain anything
         stat = _contents(f"/proc/{pid}/stat").rpartition(b")")[2].split()
         usage.cpu += sum(map(int, stat[11:15])) / _TICKS
@@ -75,8 +75,8 @@ class TreeReader:
         peak = max(rss, _number_after(b"VmHWM:", _contents(f"/proc/{pid}/status")) << 10)
         usage.rss += rss
         usage.peak += peak
-        if not is_root:
-            usage.child = max(usage.child, peak)
+        for each in above:
+            usage.below[each] = max(usage.below.get(each, 0), peak)
         with suppress(OSError):
             io = _contents(f"/proc/{pid}/io")
             usage.read += _number_after(b"\nread_bytes:", io)

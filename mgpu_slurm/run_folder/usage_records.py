@@ -16,6 +16,9 @@ from mgpu_slurm.run_folder.records import now
 
 S = TypeVar("S", bound="UsageSample")
 
+_OF_AN_END = ("cpu", "peak", "child", "highest")
+"""What several lines may say of the end of a rank."""
+
 _NAME = re.compile(r"(?P<attempt>\d+)-(?P<node>.+)\.jsonl")
 
 
@@ -48,8 +51,9 @@ class UsageSample(Record):
     """Bytes of memory; pages that processes share count once for each of them."""
     peak: int = 0
     """Sum of the highest `rss` that each of the living processes has had."""
-    child: int = optional(0)
-    """The highest `rss` of a process below a rank, if it is higher than in all samples before."""
+    below: Mapping[str, int] | None = optional()
+    """By process id, the highest `rss` that a process below that one has had; only of those for which it is higher than
+    in all samples before."""
     pss: int | None = optional()
     """Bytes of memory, of which shared pages count once; measured once a minute, if the memory has changed."""
     ranks: int = 0
@@ -74,21 +78,29 @@ class RankEnd(Record):
 
     time: str = ""
     rank: int = 0
+    pid: int = 0
     cpu: float = 0.0
     """CPU seconds, with those of its processes that had ended."""
-    peak: int = 0
-    """Its highest `rss`."""
-    child: int = 0
-    """The highest `rss` of any of its processes that had ended. The kernel counts what a process had before it started
-    another program, which is what the rank had."""
+    peak: int = optional(0)
+    """Its highest `rss`, as it knows it itself; 0 if it was killed."""
+    child: int = optional(0)
+    """The highest `rss` of any of its processes that had ended, as it knows it itself. The kernel counts what a process
+    had before it started another program, which is what the rank had."""
+    highest: int = optional(0)
+    """The highest `rss` of itself or any of its processes that had ended, as who waited for it knows."""
+
+    @property
+    def own(self) -> int:
+        """Return the highest `rss` of the rank, or of one of its processes if that is all that is known."""
+        return self.highest if self.highest > max(self.peak, self.child) else self.peak
 
     def unseen(self, known: int) -> int:
         """Return the bytes of a process that lived between two samples, of which only its rank knows.
 
         Args:
-            known: the highest `rss` of a process below a rank in any sample.
+            known: the highest `rss` of a process below the rank in any sample.
         """
-        if self.child <= self.peak:
+        if self.child <= self.own:
             return 0
         # one that was sampled may have grown since
         return self.child if self.child > GROWTH * known else max(0, self.child - known)
@@ -113,9 +125,12 @@ class NodeUsage:
     def peak(self) -> int:
         """Bytes of memory that the ranks had together at most."""
         sampled = max((each.peak for each in self.samples), default=0)
-        known = max((each.child for each in self.samples), default=0)
-        unseen = sum(end.unseen(known) for end in self.ends.values())
-        return max(sampled, sum(end.peak for end in self.ends.values())) + unseen
+        known: dict[str, int] = {}
+        for each in self.samples:
+            # later ones are higher
+            known |= each.below or {}
+        unseen = sum(end.unseen(known.get(str(end.pid), 0)) for end in self.ends.values())
+        return max(sampled, sum(end.own for end in self.ends.values())) + unseen
 
     @property
     def shared(self) -> int | None:
@@ -146,7 +161,7 @@ def _node_usage(attempt: int, node: str, path: Path) -> NodeUsage:
         end = RankEnd.from_json(line)
         # a rank says it of itself, and who waited for it as well
         before = ends.get(end.rank, end)
-        highest = {name: max(getattr(before, name), getattr(end, name)) for name in ("cpu", "peak", "child")}
+        highest = {name: max(getattr(before, name), getattr(end, name)) for name in _OF_AN_END}
         ends[end.rank] = replace(end, **highest)
     return NodeUsage(attempt, node, samples, ends)
 

@@ -62,11 +62,12 @@ done.wait()
 """
     with process(script) as running:
         found = read(running.pid)
-        alone = found.rss - found.child
+        below = found.below
     assert len(found.pids) == 2
     assert found.rss > 100 * MB
-    assert 100 * MB < found.child < 150 * MB
-    assert alone < 100 * MB
+    assert below.keys() == {running.pid}
+    assert 100 * MB < below[running.pid] < 150 * MB
+    assert found.rss - below[running.pid] < 100 * MB
 
 
 def test_cpu_time_of_processes_that_have_ended_stays() -> None:

@@ -80,8 +80,8 @@ def test_peaks_are_those_of_accounting_or_higher(
 
     nodes = read_usage(RunFolder(run))
     assert [(each.attempt, each.node, sorted(each.ends)) for each in nodes] == [(1, "n1", [0, 1]), (1, "n2", [2, 3])]
-    # accounting has the sum of all ranks, as a mean over the nodes
-    assert sum(each.peak for each in nodes) / 2 >= 0.95 * step.mem
+    # accounting has the mean over the nodes, or the task that needed most, below which all ranks of a node may be
+    assert max(each.peak for each in nodes) >= 0.95 * step.mem
     own = {"n1": 2 * 50 + 3 * 50, "n2": 4 * 50 + 5 * 50}
     own["n1"] += 900 if kind == "function" else 0
     for each in nodes:

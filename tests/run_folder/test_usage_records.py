@@ -45,11 +45,25 @@ def test_samples_are_read_as_they_were_written(tmp_path: Path) -> None:
     assert found[0].samples == [sample]
 
 
-def test_end_of_a_rank_is_the_most_that_anybody_says_of_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("highest", "peak"),
+    [
+        # the process that the rank had started is the higher one, and both may have been there together
+        (80, 130),
+        # the rank has grown since it knew that
+        (90, 90),
+    ],
+)
+def test_end_of_a_rank_is_what_it_says_and_who_waited_for_it(tmp_path: Path, highest: int, peak: int) -> None:
     folder = folder_in(tmp_path)
-    write(folder, "n1", RankEnd(rank=0, cpu=1.0, peak=50, child=20), RankEnd(rank=0, cpu=2.0, peak=40))
+    own = RankEnd(rank=0, pid=7, cpu=1.0, peak=50, child=80)
+    write(folder, "n1", own, RankEnd(rank=0, pid=7, cpu=2.0, highest=highest))
     (found,) = read_usage(folder)
-    assert found.ends == {0: RankEnd(rank=0, cpu=2.0, peak=50, child=20)}
+    assert found.ends == {0: RankEnd(rank=0, pid=7, cpu=2.0, peak=50, child=80, highest=highest)}
+    assert found.peak == peak
+    # one that was killed
+    write(folder, "n1", RankEnd(rank=1, pid=8, highest=30))
+    assert read_usage(folder)[0].peak == peak + 30
 
 
 @pytest.mark.parametrize(
@@ -66,8 +80,9 @@ def test_end_of_a_rank_is_the_most_that_anybody_says_of_it(tmp_path: Path) -> No
 )
 def test_peak_has_processes_that_only_their_rank_knew(tmp_path: Path, child: int, peak: int) -> None:
     folder = folder_in(tmp_path)
-    seen = UsageSample(time=TIME, peak=100, child=40)
-    write(folder, "n1", seen, UsageSample(time=TIME, peak=60), RankEnd(rank=0, peak=30, child=child))
+    # another rank's process is none of its own
+    seen = UsageSample(time=TIME, peak=100, below={"7": 40, "8": 90})
+    write(folder, "n1", seen, UsageSample(time=TIME, peak=60), RankEnd(rank=0, pid=7, peak=30, child=child))
     assert read_usage(folder)[0].peak == peak
     # more than in any sample
     write(folder, "n1", RankEnd(rank=1, peak=90))

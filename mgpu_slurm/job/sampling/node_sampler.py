@@ -68,8 +68,8 @@ class NodeSampler(SamplerThread):
         self._trees = TreeReader()
         self._roots: dict[int, TreeUsage] = {}
         """The ranks that live, with their last readings."""
-        self._child = 0
-        """The highest memory of a process below a rank so far."""
+        self._below: dict[int, int] = {}
+        """The highest memory so far of a process below each process."""
         self._measured = (0, 0)
         """The processes and their memory when shared memory was measured."""
         self._samples: list[UsageSample] = []
@@ -107,9 +107,6 @@ class NodeSampler(SamplerThread):
         # another process may get the id of a rank that has ended
         self._roots = living
         waits = [tree.wait for tree in living.values() if tree.wait is not None]
-        highest = max((tree.child for tree in living.values()), default=0)
-        child = highest if highest > self._child else 0
-        self._child = max(self._child, highest)
         rss = sum(tree.rss for tree in living.values())
 
         def since(name: str) -> Any:
@@ -122,13 +119,19 @@ class NodeSampler(SamplerThread):
             wait=round(sum(waits), 3) if waits else None,
             rss=rss,
             peak=sum(tree.peak for tree in living.values()),
-            child=child,
+            below=self._higher_below(living.values()),
             pss=self._shared_once(living.values(), rss) if measures_shared else None,
             ranks=len(living),
             read=since("read"),
             wrote=since("wrote"),
             gpu=self._gpu_use(),
         )
+
+    def _higher_below(self, trees: Iterable[TreeUsage]) -> dict[str, int] | None:
+        """Return the highest memory below each process for which it is higher than so far; None without any."""
+        found = {pid: peak for tree in trees for pid, peak in tree.below.items() if peak > self._below.get(pid, 0)}
+        self._below |= found
+        return {str(pid): peak for pid, peak in found.items()} or None
 
     def _shared_once(self, trees: Iterable[TreeUsage], rss: int) -> int | None:
         """Return the memory of all processes, of which shared pages count once; None if it is as it was."""
@@ -167,23 +170,20 @@ def _append(folder: RunFolder, attempt: int, node: str, lines: list[Any]) -> Non
 def note_own_end(folder: RunFolder, attempt: int, node: str, rank: int) -> None:
     """Record what this process has used, as a rank that ends now."""
     own, below = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
-    cpu = own.ru_utime + own.ru_stime + below.ru_utime + below.ru_stime
-    _note_end(folder, attempt, node, rank, cpu, own.ru_maxrss, below.ru_maxrss)
+    cpu = _cpu_seconds(own) + _cpu_seconds(below)
+    # in kilobytes, see getrusage(2)
+    peak, child = own.ru_maxrss << 10, below.ru_maxrss << 10
+    _append(folder, attempt, node, [RankEnd(time=now(), rank=rank, pid=os.getpid(), cpu=cpu, peak=peak, child=child)])
 
 
-def note_end(folder: RunFolder, attempt: int, node: str, rank: int, used: resource.struct_rusage) -> None:
-    """Record what a rank has used that this process has waited for; its memory is the highest of all its processes."""
-    _note_end(folder, attempt, node, rank, used.ru_utime + used.ru_stime, used.ru_maxrss, 0)
+def _note_end(folder: RunFolder, attempt: int, node: str, rank: int, pid: int, used: resource.struct_rusage) -> None:
+    """Record what a rank has used that this process has waited for."""
+    cpu, highest = _cpu_seconds(used), used.ru_maxrss << 10
+    _append(folder, attempt, node, [RankEnd(time=now(), rank=rank, pid=pid, cpu=cpu, highest=highest)])
 
 
-def _note_end(folder: RunFolder, attempt: int, node: str, rank: int, cpu: float, peak: int, child: int) -> None:
-    """
-    Args:
-        peak: kilobytes.
-        child: kilobytes.
-    """
-    end = RankEnd(time=now(), rank=rank, cpu=round(cpu, 2), peak=peak << 10, child=child << 10)
-    _append(folder, attempt, node, [end])
+def _cpu_seconds(used: resource.struct_rusage) -> float:
+    return round(used.ru_utime + used.ru_stime, 2)
 
 
 # -- ranks that this process has started
@@ -224,7 +224,7 @@ class ChildSampling:
         if pid in self._living:
             self._living.remove(pid)
             child = self._ranks[pid]
-            note_end(self._folder, self._attempt, child.node, child.rank, used)
+            _note_end(self._folder, self._attempt, child.node, child.rank, pid, used)
 
     def close(self) -> None:
         """Stop sampling."""
