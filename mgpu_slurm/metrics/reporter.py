@@ -127,6 +127,11 @@ class Reporter:
         for sink in self._sinks:
             sink.expect(total, progress)
 
+    def choose_by(self, metric: str, direction: str) -> None:
+        """Pass on the metric by which the best checkpoint is chosen, and its direction."""
+        for sink in self._sinks:
+            sink.choose_by(metric, direction)
+
     def step_done(self, step: int) -> None:
         """Pass the step to the sinks, at most once per interval."""
         if time.monotonic() - self._passed_at >= LIVE_STATE_INTERVAL:

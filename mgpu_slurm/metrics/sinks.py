@@ -41,6 +41,9 @@ class Sink(ABC):
             progress: that of the training, if a unit of it begins now.
         """
 
+    def choose_by(self, metric: str, direction: str) -> None:  # noqa: B027
+        """Take the metric by which the best checkpoint is chosen, and whether it is to `minimize` or `maximize`."""
+
     def step_done(self, step: int) -> None:  # noqa: B027
         """Take the number of steps done; called about once per second."""
 
@@ -90,6 +93,10 @@ class Tolerant(Sink):
     def expect(self, total: int, progress: int | None) -> None:
         with self._tolerance.guard():
             self._sink.expect(total, progress)
+
+    def choose_by(self, metric: str, direction: str) -> None:
+        with self._tolerance.guard():
+            self._sink.choose_by(metric, direction)
 
     def step_done(self, step: int) -> None:
         self._report_due()
@@ -202,6 +209,9 @@ class LiveState(Sink):
         if progress is not None:
             self._pace.begin(progress)
         self._show(total=total)
+
+    def choose_by(self, metric: str, direction: str) -> None:
+        self._show(best_by={metric: direction})
 
     def report(self, report: Report) -> None:
         self._show(

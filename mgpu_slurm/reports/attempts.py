@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from mgpu_slurm.core.formatting import first_line
@@ -13,6 +14,9 @@ from mgpu_slurm.run_folder.layout import RunFolder
 from mgpu_slurm.run_folder.record_types import Event, RunState
 from mgpu_slurm.slurm import accounting, job_identity, site
 from mgpu_slurm.slurm.accounting import AccountedStart
+
+FEW_JOBS = 20
+"""Number of restarted jobs up to which accounting is asked for whom each was preempted."""
 
 MOST_PREEMPTORS = 3
 """Maximum number of preempting jobs that are named."""
@@ -29,36 +33,88 @@ class Before:
     """What restarted the run, in words."""
 
 
-def before(folder: RunFolder, waits: bool = False, asks: bool = True) -> list[Before]:
+@dataclass(frozen=True)
+class _Span:
+    """From the start of an attempt to that of the next one."""
+
+    start: Event
+    between: Sequence[Event]
+    after: Event | None
+    """The next start; None if the run waits for it."""
+
+    @property
+    def was_requeued(self) -> bool:
+        """Whether SLURM has restarted the same job, or will, without a request."""
+        is_same = self.after is None or (
+            self.start.job_id == self.after.job_id and self.after.restarts > self.start.restarts
+        )
+        return is_same and not any(event.event in ("resumed", "retried", "requeued") for event in self.between)
+
+
+def before(folder: RunFolder, waits: bool = False, accounted: AccountedRestarts | None = None) -> list[Before]:
     """Return the earlier attempts, oldest first.
 
     Args:
-        asks: whether accounting is asked about restarts by SLURM itself.
         waits: whether the run waits to restart, so that the newest attempt is an earlier one, too.
+        accounted: what accounting says of this run, among others; None to ask for it.
     """
-    events = records.events(folder)
-    starts = {event.attempt: index for index, event in enumerate(events) if event.event == "started"}
-    places = [*starts.values(), *([len(events)] if waits and starts else [])]
-    after: list[Event | None] = [*events, None]
-    spans = [(events[start], events[start + 1 : end], after[end]) for start, end in itertools.pairwise(places)]
-    requeued = [start for start, between, after in spans if asks and _was_requeued(start, between, after)]
-    by_slurm = _by_slurm(folder, requeued)
+    spans = _spans(folder, waits)
+    if accounted is None:
+        accounted = accounted_restarts([folder], waits)
+    by_slurm = _by_slurm([each.start for each in spans if each.was_requeued], accounted.of(folder), accounted.are_few)
     found = [
-        Before(start.attempt, *(by_slurm.get(start.attempt) or _told(start.attempt, between)))
-        for start, between, _ in spans
+        Before(each.start.attempt, *(by_slurm.get(each.start.attempt) or _told(each.start.attempt, each.between)))
+        for each in spans
     ]
     return [*found[:-1], replace(found[-1], then="waiting to restart")] if waits and found else found
 
 
-def _was_requeued(start: Event, between: Sequence[Event], after: Event | None) -> bool:
-    """Return whether SLURM has restarted the same job, or will, without a request."""
-    is_same = after is None or (start.job_id == after.job_id and after.restarts > start.restarts)
-    return is_same and not any(event.event in ("resumed", "retried", "requeued") for event in between)
+def _spans(folder: RunFolder, waits: bool) -> list[_Span]:
+    events = records.events(folder)
+    starts = {event.attempt: index for index, event in enumerate(events) if event.event == "started"}
+    places = [*starts.values(), *([len(events)] if waits and starts else [])]
+    after: list[Event | None] = [*events, None]
+    return [_Span(events[start], events[start + 1 : end], after[end]) for start, end in itertools.pairwise(places)]
 
 
-def _by_slurm(folder: RunFolder, started: Sequence[Event]) -> dict[int, tuple[str, str]]:
+@dataclass(frozen=True)
+class AccountedRestarts:
+    """Accounting's records of the jobs that SLURM itself has restarted, of one or several runs."""
+
+    starts: Mapping[str, Sequence[AccountedStart]]
+    """By job."""
+    jobs: Mapping[RunFolder, Sequence[str]]
+
+    @property
+    def are_few(self) -> bool:
+        """Whether accounting can be asked about each of them again."""
+        return len(self.starts) <= FEW_JOBS
+
+    def of(self, folder: RunFolder) -> list[AccountedStart]:
+        """Return the records of a run's jobs."""
+        found = [start for job_id in self.jobs.get(folder, ()) for start in self.starts.get(job_id, ())]
+        return [each for each in found if job_identity.belongs_to(folder, each)]
+
+
+def accounted_restarts(folders: Iterable[RunFolder], waits: bool = False) -> AccountedRestarts:
+    """Ask accounting, once, about the jobs of these runs that SLURM itself has restarted.
+
+    Args:
+        waits: as for `before`.
+    """
+    jobs = {}
+    for folder in folders:
+        # a run that cannot be read is named by who reads all of it
+        with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
+            if started := [each.start for each in _spans(folder, waits) if each.was_requeued]:
+                jobs[folder] = _jobs_here(records.read_state(folder), started)
+    return AccountedRestarts(_accounted({job_id for ids in jobs.values() for job_id in ids}), jobs)
+
+
+def _by_slurm(
+    started: Sequence[Event], accounted: Sequence[AccountedStart], names_preemptors: bool
+) -> dict[int, tuple[str, str]]:
     """Return the known ends of these attempts from accounting, which has a line for each start of a job."""
-    accounted = _accounted(folder, records.read_state(folder), started)
     found = {}
     for event in started:
         starts = [each for each in accounted if each.job_id == event.job_id]
@@ -68,7 +124,8 @@ def _by_slurm(folder: RunFolder, started: Sequence[Event]) -> dict[int, tuple[st
         if state == states.REQUEUED:
             found[event.attempt] = ("it was requeued with scontrol", "restarted")
         elif cause is not None:
-            preemptors = preemptors_of(event, starts[number]) if cause is failures.PREEMPTED else ""
+            is_preempted = names_preemptors and cause is failures.PREEMPTED
+            preemptors = preemptors_of(event, starts[number]) if is_preempted else ""
             found[event.attempt] = (cause.words + (f" ({preemptors})" if preemptors else ""), "SLURM restarted it")
     return found
 
@@ -88,18 +145,26 @@ def said_of(folder: RunFolder, attempt: int) -> str:
 def last_preemptors(folder: RunFolder, state: RunState) -> str:
     """Return `preemptors_of` of a preempted run's newest attempt."""
     started = [event for event in records.events(folder) if event.event == "started"][-1:]
-    accounted = _accounted(folder, state, started)
+    jobs = _jobs_here(state, started)
+    accounted = AccountedRestarts(_accounted(jobs), {folder: jobs}).of(folder)
     return preemptors_of(started[0], accounted[-1]) if accounted else ""
 
 
-def _accounted(folder: RunFolder, state: RunState, started: Sequence[Event]) -> list[AccountedStart]:
-    """Return accounting's records of the jobs of these attempts."""
+def _jobs_here(state: RunState, started: Sequence[Event]) -> list[str]:
+    """Return the ids of the jobs of these attempts, if this cluster has them."""
     # on another cluster the ids belong to other jobs, or to none
     if not started or not is_queued(state) or state.slurm_cluster not in (None, site.cluster_name()):
         return []
-    job_ids = dict.fromkeys(event.job_id for event in started if event.job_id is not None)
-    found = accounting.accounted(list(job_ids)) or []
-    return [each for each in found if job_identity.belongs_to(folder, each)]
+    return list(dict.fromkeys(event.job_id for event in started if event.job_id is not None))
+
+
+def _accounted(job_ids: Iterable[str]) -> dict[str, list[AccountedStart]]:
+    """Return accounting's records by job."""
+    found: dict[str, list[AccountedStart]] = {}
+    ids = list(job_ids)
+    for each in (accounting.accounted(ids) or []) if ids else []:
+        found.setdefault(each.job_id, []).append(each)
+    return found
 
 
 def preemptors_of(started: Event, accounted: AccountedStart) -> str:

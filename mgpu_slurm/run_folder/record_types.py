@@ -97,6 +97,8 @@ class RunState(Record):
     """The progress at which the training ends, if it has said so in this attempt."""
     pace: Sequence[float] | None = optional()
     """Seconds for one unit of progress, and from one report to the next: medians of this attempt's last reports."""
+    best_by: Mapping[str, str] | None = optional()
+    """The metric by which the best checkpoint is chosen, with `minimize` or `maximize`."""
     reported: str | None = optional()
     """When the last report of this attempt was made."""
     submitted: str | None = None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import onnxruntime  # type: ignore[import-untyped]
 import pytest
@@ -56,6 +58,8 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Project:
     project.write("job.py", JOB)
     folder = project.submit("job.py", "--name", "net")
     assert project.finish(folder)["state"] == "COMPLETED"
+    # for reports
+    assert json.loads((folder / "state.json").read_text())["best_by"] == {"loss": "minimize"}
     return project
 
 

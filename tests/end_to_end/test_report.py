@@ -18,7 +18,9 @@ from optuna.storages.journal import JournalFileBackend
 from playwright.sync_api import Browser, Page
 
 from mgpu_slurm.metrics.reporter import Reporter
-from mgpu_slurm.reports.facts.gather import ReportOptions
+from mgpu_slurm.reports.facts.gather import ReportOptions, gather
+from mgpu_slurm.reports.facts.report_facts import Facts
+from mgpu_slurm.reports.page import html_page
 from mgpu_slurm.reports.page.make_report import make
 from mgpu_slurm.reports.page.markup import number
 from mgpu_slurm.reports.page.svg import log_ticks, ticks
@@ -270,8 +272,9 @@ def test_brush_of_an_axis_chooses_trials(report: Report, page: Page) -> None:
     assert page.locator(".brush").count() == 0
 
 
-def test_brush_chooses_all_seeds_of_a_trial(browser: Browser, tmp_path: Path) -> None:
-    sweep = make_sweep(tmp_path, seeds=2, pruner="none", space={"lr": {"float": [0.0, 1.0]}})
+def seeded(base: Path) -> tuple[Facts, Path]:
+    """The facts and the page of a sweep whose trials have two seeds each."""
+    sweep = make_sweep(base, seeds=2, pruner="none", space={"lr": {"float": [0.0, 1.0]}})
     for _ in range(6):
         trial = sweep.begin()
         for seed in (0, 1):
@@ -279,12 +282,76 @@ def test_brush_chooses_all_seeds_of_a_trial(browser: Browser, tmp_path: Path) ->
             run.path.mkdir(parents=True)
             Reporter(run, 1).report(1, 1, {"loss": 1.0 + seed})
         sweep.study.tell(trial, 1.5)
-    facts = make([str(sweep.folder.path)], ReportOptions(), tmp_path / "page.html", None, True)
+    return make([str(sweep.folder.path)], ReportOptions(), base / "page.html", None, True), base / "page.html"
+
+
+def test_brush_chooses_all_seeds_of_a_trial(browser: Browser, tmp_path: Path) -> None:
+    facts, file = seeded(tmp_path)
     expected = {place for place, run in enumerate(facts.runs) if run.config["lr"] > 0.5}
     assert 0 < len(expected) < len(facts.runs) == 12
-    with opened(browser, tmp_path / "page.html") as view:
+    with opened(browser, file) as view:
         brush_upper_half(view.page)
         assert visible(view.page) == expected
+
+
+def test_mark_of_a_trial_lights_all_its_seeds(browser: Browser, tmp_path: Path) -> None:
+    _, file = seeded(tmp_path)
+    with opened(browser, file) as view:
+        mark = view.page.locator("#sweep-0-history .point[data-r]").nth(1)
+        first = int(mark.get_attribute("data-r") or "")
+        mark.dispatch_event("pointerover")
+        lit = view.page.locator("#runs tbody tr.lit")
+        assert [each.get_attribute("data-r") for each in lit.all()] == [str(first), str(first + 1)]
+        mark.dispatch_event("pointerout")
+        assert lit.count() == 0
+        # and the other way around
+        view.page.locator(f'#runs tr[data-r="{first + 1}"] td').first.dispatch_event("pointerover")
+        assert "lit" in (mark.get_attribute("class") or "")
+
+
+def test_page_that_is_loaded_again_keeps_what_its_reader_has_chosen(
+    browser: Browser, report: Report, tmp_path: Path
+) -> None:
+    file = tmp_path / "page.html"
+    names = [str(report.project.runs / name) for name in ("search", *report.runs) if "/" not in name]
+    facts = gather(names, ReportOptions())
+    file.write_text(html_page.page(facts, refresh=3600))
+    with opened(browser, file) as view:
+        page = view.page
+        page.locator("#filter").fill("lr<0.5")
+        page.locator("#smooth").fill("0.6")
+        page.locator("#axis").select_option("step")
+        page.locator("#theme").click()
+        page.get_by_role("button", name="Best loss").click()
+        row = page.locator("#runs tbody tr:not(.off)").first
+        hidden = row.locator("th, td").nth(1).inner_text()
+        row.locator("input").uncheck()
+        page.evaluate("scrollTo(0, 500)")
+
+        def chosen() -> Any:
+            return page.evaluate(
+                """() => ({
+                    values: ["filter", "smooth", "axis"].map((id) => document.getElementById(id).value),
+                    log: document.getElementById("log").checked,
+                    theme: [document.documentElement.dataset.theme, document.getElementById("theme").textContent],
+                    count: document.getElementById("count").textContent,
+                    rows: [...document.querySelectorAll("#runs tbody tr:not(.off)")].map((row) => row.dataset.r),
+                    unchecked: [...document.querySelectorAll("#runs tbody input:not(:checked)")].length,
+                    scroll: scrollY,
+                })"""
+            )
+
+        before = chosen()
+        assert before["unchecked"] == 1
+        assert before["scroll"] == 500
+        page.reload()
+        assert chosen() == before
+        # the last one, as all has ended
+        file.write_text(html_page.page(facts))
+        page.reload()
+        assert chosen() == before
+        assert hidden in page.locator("#runs tbody tr", has=page.locator("input:not(:checked)")).inner_text()
+        assert view.errors == view.requests == []
 
 
 def test_mark_of_a_trial_lights_its_row_and_its_other_marks(page: Page) -> None:

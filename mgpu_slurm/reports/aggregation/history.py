@@ -135,13 +135,13 @@ def identity_of(folder: RunFolder, spec: Spec) -> tuple[str, dict[str, Any]]:
     """
     target, config = identity(spec)
     if is_trial(folder):
-        config |= _config_of_trial(folder)
+        config |= config_of_trial(folder)
     elif spec.config_base is not None and folder.config.exists():
         config |= flattened(configs.read_yaml(folder.config))
     return target, config
 
 
-def _config_of_trial(folder: RunFolder) -> dict[str, Any]:
+def config_of_trial(folder: RunFolder) -> dict[str, Any]:
     """Return the whole config of a trial; for one without a config, such as a command, its parameters."""
     if folder.config.exists():
         return flattened(configs.read_yaml(folder.config))

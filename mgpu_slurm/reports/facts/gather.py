@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from mgpu_slurm.core.errors import UserError
@@ -12,6 +12,7 @@ from mgpu_slurm.core.formatting import counted
 from mgpu_slurm.core.retry import Note, quiet
 from mgpu_slurm.registry import lookup, sweep_state
 from mgpu_slurm.registry.current_state import current
+from mgpu_slurm.reports import attempts
 from mgpu_slurm.reports.aggregation import history, run_sources
 from mgpu_slurm.reports.aggregation.run_sources import Source
 from mgpu_slurm.reports.aggregation.statistics import is_minimized
@@ -61,7 +62,8 @@ def gather(words: Sequence[str], options: ReportOptions, note: Note = quiet) -> 
     known = current(own, note)
     reports = ReportFiles()
     use = efficiency.gather(known, reports_of=reports.reported)
-    reader = RunReader(use, reports, asks=len(known) <= efficiency.NEWEST, warnings=warnings)
+    restarts = attempts.accounted_restarts(folder for folder, state in known if state.attempts > 1)
+    reader = RunReader(use, reports, restarts, warnings)
     sweeps: list[SweepFacts] = []
     runs: list[RunFacts] = []
     for source in found:
@@ -72,8 +74,14 @@ def gather(words: Sequence[str], options: ReportOptions, note: Note = quiet) -> 
             runs += reader.run(folder, state)
     runs += reader.others([source for source in found if source.own is None or _is_trial(source)])
     runs += reader.trials
-    metric = _main_metric(runs, sweeps, options)
-    _judge(runs, sweeps, options, metric)
+    declared = {name: direction for run in runs for name, direction in run.directions.items()}
+    for sweep in reversed(sweeps):
+        declared |= sweep.study.metrics
+    metric = _main_metric(runs, sweeps, options, declared)
+    if options.direction is not None and metric is not None:
+        declared[metric] = options.direction
+    for run in runs:
+        run.metrics = {name: _metric(name, points, declared) for name, points in run.series.items()}
     return Facts(
         made=records.now(),
         version=importlib.metadata.version("mgpu-slurm"),
@@ -143,8 +151,14 @@ def short_name(run: str) -> str:
 # -- metrics
 
 
-def _main_metric(runs: Sequence[RunFacts], sweeps: Sequence[SweepFacts], options: ReportOptions) -> str | None:
-    """Return the metric that comes first: that of the user, of the first sweep, or the one that most runs have."""
+def _main_metric(
+    runs: Sequence[RunFacts], sweeps: Sequence[SweepFacts], options: ReportOptions, declared: Mapping[str, str]
+) -> str | None:
+    """Return the metric that comes first: that of the user, of the first sweep, or the one that most runs have.
+
+    Args:
+        declared: directions of metrics by which a sweep or a run chooses the best.
+    """
     counts: dict[str, int] = {}
     for run in runs:
         for name in run.series:
@@ -156,19 +170,8 @@ def _main_metric(runs: Sequence[RunFacts], sweeps: Sequence[SweepFacts], options
         return options.metric
     if sweeps and sweeps[0].study.metric in counts:
         return sweeps[0].study.metric
-    # of equally frequent ones, a result rather than a loss
-    return max(counts, key=lambda name: (counts[name], not is_minimized(name)), default=None)
-
-
-def _judge(runs: Iterable[RunFacts], sweeps: Sequence[SweepFacts], options: ReportOptions, main: str | None) -> None:
-    """Give each metric of each run its direction, last and best value."""
-    declared: dict[str, str] = {}
-    for sweep in sweeps:
-        declared = {**sweep.study.metrics, **declared}
-    if options.direction is not None and main is not None:
-        declared[main] = options.direction
-    for run in runs:
-        run.metrics = {name: _metric(name, points, declared) for name, points in run.series.items()}
+    # of equally frequent ones, one that chooses the best, or a result rather than a loss
+    return max(counts, key=lambda name: (counts[name], name in declared, not is_minimized(name)), default=None)
 
 
 def _metric(name: str, points: series.Series, declared: Mapping[str, str]) -> MetricFacts:

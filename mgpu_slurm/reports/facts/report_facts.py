@@ -74,6 +74,8 @@ class RunFacts:
     asked: Asked | None = None
     used: Used | None = None
     ledger: Ledger | None = None
+    directions: Mapping[str, str] = field(default_factory=dict)
+    """Whether metrics are to `minimize` or `maximize`, as the job says."""
     series: dict[str, Series] = field(default_factory=dict)
     usage: Sequence[NodeUsage] = ()
 

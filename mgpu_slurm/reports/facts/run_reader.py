@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -16,6 +16,7 @@ from mgpu_slurm.reports import attempts as endings
 from mgpu_slurm.reports.aggregation import history
 from mgpu_slurm.reports.aggregation.history import History
 from mgpu_slurm.reports.aggregation.run_sources import Source
+from mgpu_slurm.reports.attempts import AccountedRestarts
 from mgpu_slurm.reports.facts import series
 from mgpu_slurm.reports.facts.report_facts import (
     AttemptFacts,
@@ -63,16 +64,16 @@ class ReportFiles:
 class RunReader:
     """Reads runs one by one; what cannot be read becomes a warning."""
 
-    def __init__(self, use: Efficiency, reports: ReportFiles, asks: bool, warnings: list[str]) -> None:
+    def __init__(self, use: Efficiency, reports: ReportFiles, restarts: AccountedRestarts, warnings: list[str]) -> None:
         """
         Args:
             reports: what `use` has read already.
-            asks: whether accounting is asked about each run that SLURM has restarted.
+            restarts: what accounting says of runs that SLURM has restarted.
             warnings: receives what is left out, and why.
         """
         self._use = {each.facts.run: each for each in use.runs}
         self._reports = reports
-        self._asks = asks
+        self._restarts = restarts
         self.trials: list[RunFacts] = []
         self.warnings = warnings
         self._left_out: set[str] = set()
@@ -95,10 +96,11 @@ class RunReader:
             group=None if folder.task is None else folder.group.run,
             state=state.state,
             reason=state.reason or (records.failure_line(folder) if state.state == states.FAILED else ""),
-            attempts=_attempts(folder, state, times, self._asks),
+            attempts=_attempts(folder, state, times, self._restarts),
             config=history.identity_of(folder, spec)[1],
             progress=points.progress,
             total=state.total,
+            directions=state.best_by or {},
             step=points.step,
             seconds=sum(each.seconds for each in times),
             asked=None if use is None else use.facts.asked,
@@ -196,7 +198,7 @@ class RunReader:
         for run in runs:
             times = [_closed(each, trial.ended, attempts) for each in run_times.trial_attempts(run)]
             points = self._points(run, times)
-            config = dict(trial.row.params)
+            config = dict(trial.row.params) | self._config_of(run)
             config |= {"seed": int(run.path.name)} if run is not folder else {}
             facts = RunFacts(
                 run=run.run,
@@ -213,6 +215,13 @@ class RunReader:
             )
             yield facts, times
 
+    def _config_of(self, trial: RunFolder) -> dict[str, Any]:
+        try:
+            return history.config_of_trial(trial)
+        except efficiency.UNREADABLE as error:
+            self.warnings.append(f"{trial.run}: of its config only what was searched is shown: {_words(error)}")
+            return {}
+
     def _worker(
         self, folder: RunFolder, state: RunState, times: Sequence[AttemptTimes], pieces: Sequence[Piece]
     ) -> WorkerFacts:
@@ -220,7 +229,7 @@ class RunReader:
         return WorkerFacts(
             worker=folder.task or 0,
             state=state.state,
-            attempts=_attempts(folder, state, times, self._asks),
+            attempts=_attempts(folder, state, times, self._restarts),
             pieces=sorted(pieces, key=lambda piece: piece.begin),
             ledger=Ledger() if use is None else use.facts.ledger,
             asked=None if use is None else use.facts.asked,
@@ -271,9 +280,11 @@ def _confirming(
             yield int(path.name), [_closed(each, None, attempts) for each in run_times.trial_attempts(run)]
 
 
-def _attempts(folder: RunFolder, state: RunState, times: Sequence[AttemptTimes], asks: bool) -> list[AttemptFacts]:
+def _attempts(
+    folder: RunFolder, state: RunState, times: Sequence[AttemptTimes], restarts: AccountedRestarts
+) -> list[AttemptFacts]:
     """Return a run's attempts, with what ended each."""
-    before = {each.attempt: each for each in endings.before(folder, asks=asks)} if len(times) > 1 else {}
+    before = {each.attempt: each for each in endings.before(folder, accounted=restarts)} if len(times) > 1 else {}
     found = []
     for each in times:
         earlier = before.get(each.attempt)

@@ -24,7 +24,7 @@ POLICY = (
 )
 """Content security policy of the page: it cannot load or send anything."""
 
-SCRIPTS = ("core.js", "curves.js", "table.js", "sweep.js")
+SCRIPTS = ("core.js", "curves.js", "table.js", "sweep.js", "reload.js")
 
 
 def page(facts: Facts, refresh: int | None = None, with_points: bool = True) -> str:
@@ -169,9 +169,13 @@ def _resources(facts: Facts, runs: Sequence[Shown]) -> Section | None:
         asked = run.facts.asked
         cores = None if asked is None or asked.cpus_per_task is None else asked.cpus_per_task * asked.ranks_per_node
         chart = run_charts.usage(f"usage-{run.index}", run.name, run.facts.usage, cores)
-        if chart is not None:
-            words = tag("span", " cores busy (line), asked for (dotted), memory (dashed)", cls="quiet")
-            figures.append(figure(joined(run.name, words), chart.svg()))
+        of_gpus = run_charts.gpu_usage(f"gpus-{run.index}", run.name, run.facts.usage)
+        for drawn, words in (
+            (chart, " cores busy (line), asked for (dotted), memory (dashed)"),
+            (of_gpus, " % of the time its GPUs computed (line), memory of the fullest (dashed)"),
+        ):
+            if drawn is not None:
+                figures.append(figure(joined(run.name, tag("span", words, cls="quiet")), drawn.svg()))
     table = page_tables.resources_table(facts, runs)
     unit = "GPU" if facts.unit == "gpu" else "core"
     return section(

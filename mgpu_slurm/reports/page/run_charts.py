@@ -17,12 +17,15 @@ from mgpu_slurm.reports.page.markup import Markup, number, tag
 from mgpu_slurm.reports.page.shown import Shown
 from mgpu_slurm.reports.page.svg import Chart, Scale, finite_range, path, ticks, whole_ticks
 from mgpu_slurm.reports.usage.ledger import PARTS, Ledger, Outcome
-from mgpu_slurm.run_folder.usage_records import NodeUsage
+from mgpu_slurm.run_folder.usage_records import NodeUsage, UsageSample
 
 STATIC_POINTS = 160
 """Maximum number of points of a curve that is drawn without a script."""
 ALL_STATIC_POINTS = 120_000
 """The same for all curves of a page together."""
+
+LEAST_SAMPLES = 3
+"""Number of samples from which usage over time is drawn."""
 
 MIB, GIB = 1 << 20, 1 << 30
 
@@ -270,23 +273,69 @@ def usage(ident: str, name: str, nodes: Sequence[NodeUsage], cores: int | None) 
     fullest = max(nodes, key=lambda node: node.peak, default=None)
     # the last one is of a node whose ranks have ended
     samples = [] if fullest is None else [each for each in fullest.samples if each.ranks]
-    if fullest is None or len(samples) < 3:
+    if fullest is None or len(samples) < LEAST_SAMPLES:
         return None
-    times = [seconds_of(each.time) for each in samples]
-    minutes = np.asarray([time - times[0] for time in times]) / 60
+    times = _times(samples)
     rates = [
         later.cpu / max(1e-3, end - begin) for later, (begin, end) in zip(samples[1:], pairwise(times), strict=True)
     ]
     busy, memory = np.asarray([np.nan, *rates]), np.asarray([float(each.rss) for each in samples])
-    chart = Chart(
-        ident,
-        f"Usage of {name}",
+    words = (
         f"Up to {number(float(np.nanmax(busy)), 3)} cores busy on {fullest.node},"
-        f" and {binary_size(int(memory.max()))} of memory.",
-        right=64,
+        f" and {binary_size(int(memory.max()))} of memory."
     )
+    chart = Chart(ident, f"Usage of {name}", words, right=64)
+    _draw_usage(chart, times, busy, max(float(np.nanmax(busy)), float(cores or 0)), memory, cores)
+    return chart
+
+
+def gpu_usage(ident: str, name: str, nodes: Sequence[NodeUsage]) -> Chart | None:
+    """Return the percentage of the time in which the GPUs of a node computed, and the highest memory of one, over time.
+
+    None is returned if no GPU was sampled.
+
+    Args:
+        nodes: of one run; the node with the highest memory of a GPU is shown.
+    """
+    fullest = max(nodes, key=lambda node: max(map(_gpu_memory, node.samples), default=0.0), default=None)
+    samples = [] if fullest is None else [each for each in fullest.samples if _utilizations(each)]
+    if fullest is None or len(samples) < LEAST_SAMPLES:
+        return None
+    busy = np.asarray([100 * sum(found) / len(found) for found in map(_utilizations, samples)])
+    memory = np.asarray([_gpu_memory(each) for each in samples])
+    words = (
+        f"{counted(max(len(each.gpu) for each in samples), 'GPU')} of {fullest.node}, computing for up to"
+        f" {number(float(busy.max()), 3)}% of the time, with up to {binary_size(int(memory.max()))} of memory on one."
+    )
+    chart = Chart(ident, f"GPUs of {name}", words, right=64)
+    _draw_usage(chart, _times(samples), busy, 100.0, memory)
+    return chart
+
+
+def _utilizations(sample: UsageSample) -> list[float]:
+    return [gpu.util for gpu in sample.gpu if gpu.util is not None]
+
+
+def _gpu_memory(sample: UsageSample) -> float:
+    return float(max((gpu.mem or 0 for gpu in sample.gpu), default=0))
+
+
+def _times(samples: Sequence[UsageSample]) -> list[float]:
+    return [seconds_of(each.time) for each in samples]
+
+
+def _draw_usage(
+    chart: Chart, times: Sequence[float], busy: Floats, most: float, memory: Floats, asked: int | None = None
+) -> None:
+    """Draw what was busy by the axis on the left, and memory by the one on the right.
+
+    Args:
+        most: the highest value of the axis on the left.
+        asked: a line there.
+    """
+    minutes = np.asarray([time - times[0] for time in times]) / 60
     x = Scale(0.0, max(float(minutes[-1]), 1e-9), chart.x0, chart.x1)
-    y = Scale(0.0, max(float(np.nanmax(busy)), float(cores or 0), 1e-9) * 1.05, chart.y0, chart.y1)
+    y = Scale(0.0, max(most, 1e-9) * 1.05, chart.y0, chart.y1)
     of_memory = Scale(0.0, float(memory.max()) * 1.1 or 1.0, chart.y0, chart.y1)
     chart.y_axis(y)
     chart.x_axis(x, "minutes since the first sample")
@@ -294,12 +343,11 @@ def usage(ident: str, name: str, nodes: Sequence[NodeUsage], cores: int | None) 
     for value in ticks(0.0, of_memory.high / unit, 4):
         height = round(of_memory(value * unit), 1) + 4
         chart.add(tag("text", binary_size(int(value * unit)), x=chart.x1 + 6, y=height))
-    if cores:
-        chart.add(tag("path", cls="asked", d=f"M{chart.x0} {round(y(cores), 1)}H{chart.x1}"))
+    if asked:
+        chart.add(tag("path", cls="asked", d=f"M{chart.x0} {round(y(asked), 1)}H{chart.x1}"))
     for cls, scale, values in (("busy", y, busy), ("memory", of_memory, memory)):
         kept = decimated(values, STATIC_POINTS)
         chart.add(tag("path", cls=cls, d=path(x(minutes[kept]), scale(values[kept]))))
-    return chart
 
 
 def spread_points(runs: Sequence[Shown], metrics: Sequence[str]) -> int:

@@ -131,6 +131,19 @@ def test_wish_decides_on_metric_and_direction(tmp_path: Path) -> None:
         found(*runs, metric="los")
 
 
+def test_metric_by_which_a_job_chooses_its_best_checkpoint_comes_first(tmp_path: Path) -> None:
+    folder = reported(ended_run(tmp_path / "run"), 1.0, 3.0, 2.0, name="a_score")
+    reported(folder, 5.0, 6.0, 7.0, name="gap")
+    assert found(folder).metric == "a_score"
+    records.update_state(RunFolder(folder), best_by={"gap": "minimize"})
+    facts = found(folder)
+    assert facts.metric == "gap"
+    gap = facts.runs[0].metrics["gap"]
+    assert (gap.best, gap.direction, gap.is_assumed) == (5.0, "minimize", False)
+    # who asks knows better
+    assert found(folder, metric="gap", direction="maximize").runs[0].metrics["gap"].best == 7.0
+
+
 def test_group_folder_with_event_files_and_run_without_metrics(tmp_path: Path) -> None:
     write(tmp_path / "other" / "events.out.tfevents.1.h", [opened(1.0), scalar("acc", 2**53, 0.5), scalar("acc", 1, 1)])
     group = ended_run(tmp_path / "group", tasks=2)
@@ -293,6 +306,20 @@ def test_trials_are_those_of_the_study(tmp_path: Path) -> None:
     assert [each.is_enqueued for each in study.trials] == [True, False, False, False]
     metric = of_trial(facts, 0).metrics["loss"]
     assert (metric.last, metric.best, metric.direction, metric.is_assumed) == (0.5, 0.5, "minimize", False)
+
+
+def test_config_of_a_trial_has_what_was_not_searched(tmp_path: Path) -> None:
+    made = make_sweep(tmp_path, space={"lr": {"float": [0.1, 1.0]}})
+    for _ in range(2):
+        told(made, TrialState.COMPLETE, 1.0)
+    first, second = made.folder.of_trial(0), made.folder.of_trial(1)
+    first.config.write_text("lr: 0.5\nmodel: {width: 8}\n")
+    second.config.write_text("lr: [\n")
+    facts = found(made.folder.path)
+    assert of_trial(facts, 0).config == {"lr": 0.5, "model.width": 8}
+    assert of_trial(facts, 1).config == {"lr": made.study.trials[1].params["lr"]}
+    (warning,) = [each for each in facts.warnings if "config" in each]
+    assert warning.startswith("digits/trials/1: of its config only what was searched is shown: ")
 
 
 def test_several_objectives_have_a_front(tmp_path: Path) -> None:

@@ -86,13 +86,19 @@ const report = (() => {
 
   const lit = [];
   let current = -1;
+  let lights = new Set();
 
-  /** Light a run in all charts and in the table; -1 for none. */
+  /** Return what the runs of one trial with several seeds have in common. */
+  const trialOf = (index) => (runs[index].kind === "trial" ? runs[index].repeats ?? index : index);
+
+  /** Light a run, or all seeds of a trial, in all charts and in the table; -1 for none. */
   function light(index) {
     if (index === current) return;
-    for (const mark of all(`[data-r="${current}"]`)) mark.classList.remove("lit");
+    for (const each of lights) for (const mark of all(`[data-r="${each}"]`)) mark.classList.remove("lit");
     current = index;
-    if (index >= 0) for (const mark of all(`[data-r="${index}"]`)) mark.classList.add("lit");
+    const trial = index < 0 ? null : trialOf(index);
+    lights = new Set(index < 0 ? [] : [...runs.keys()].filter((each) => trialOf(each) === trial));
+    for (const each of lights) for (const mark of all(`[data-r="${each}"]`)) mark.classList.add("lit");
     lit.forEach((each) => each(index));
   }
 
@@ -131,10 +137,10 @@ const report = (() => {
   }
 
   return {
-    one, all, data, runs, column, number, ticks, logTicks, setFilter, light, say, save,
+    one, all, data, runs, column, number, ticks, logTicks, setFilter, light, trialOf, nameTheme, say, save,
     isVisible: (index) => visible[index],
     isListed: (index) => listed[index],
-    isLit: (index) => index === current,
+    isLit: (index) => lights.has(index),
     onChange: (action) => changed.push(action),
     onLight: (action) => lit.push(action),
   };

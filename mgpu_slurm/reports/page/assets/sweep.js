@@ -44,19 +44,16 @@
     return undefined;
   }
 
-  /** Return what the runs of one trial with several seeds have in common. */
-  const trialOf = (run) => run.name.replace(/ · seed \d+$/, "");
-
   function sift() {
     const passes = new Map();
     for (const { svg, x, low, high } of brushes.values()) {
       for (const line of all(".line[data-r]", svg)) {
-        const y = crossing(line, x), trial = trialOf(report.runs[line.dataset.r]);
+        const y = crossing(line, x), trial = report.trialOf(Number(line.dataset.r));
         const isInside = y !== undefined && y >= low && y <= high;
         passes.set(trial, (passes.get(trial) ?? true) && isInside);
       }
     }
-    report.setFilter("brushed", (run) => !brushes.size || passes.get(trialOf(run)) === true);
+    report.setFilter("brushed", (run, index) => !brushes.size || passes.get(report.trialOf(index)) === true);
   }
 
   function clear(axis) {
