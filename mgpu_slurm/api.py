@@ -151,7 +151,9 @@ class Handle(_Submitted):
     def logs(self, rank: int = 0) -> str:
         """Return everything that a rank has printed, over all attempts."""
         attempts = range(1, records.attempts_started(self.files) + 1)
-        return "".join(path.read_text(errors="replace") for path in lookup.logs_of_rank(self.files, rank, attempts))
+        paths = lookup.logs_of_rank(self.files, rank, attempts)
+        # as it was printed, with carriage returns
+        return "".join(path.read_bytes().decode(errors="replace") for path in paths)
 
 
 class Group(_Submitted):

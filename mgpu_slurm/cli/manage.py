@@ -58,8 +58,9 @@ def status(names: tuple[str, ...], watch: bool, sort: str | None, filters: tuple
         return
     found = current_state.current(asked, print_note) if names else lookup.all_states(print_note)
     if as_json:
-        chosen = statuses.choice_among(found, filters, sort).of(statuses.as_one(found, asked))
-        print_json([statuses.facts(state) for state in chosen])
+        shown, choice = statuses.as_one(found, asked), statuses.choice_among(found, filters, sort)
+        choice.check(shown)
+        print_json([statuses.facts(state) for state in choice.of(shown)])
     else:
         print_lines(statuses.lines(found, asked, terminal_size(), filters, sort))
 
@@ -83,8 +84,11 @@ def logs(name: str, rank: str | None, tail: int | None, grep: str | None, follow
 
     pattern = None if grep is None else log_view.pattern_of(grep)
     if launch:
+        if rank is not None or follow:
+            raise UserError("--launch shows one log as it is now: leave out --rank and --follow")
         view = log_view.LogView(tail=tail, pattern=pattern)
-        _print_texts(log_view.of_files(lookup.launch_logs(lookup.find(name)), view))
+        if not _print_texts(log_view.of_files(lookup.launch_logs(lookup.find(name)), view)):
+            print_note(f"nothing in the launch logs of run {name}" + ("" if grep is None else f" matches {grep!r}"))
         return
     handle = api.find(name) if follow else api.find_run(name)
     if isinstance(handle, api.Group):
@@ -188,7 +192,7 @@ def clean(names: tuple[str, ...], checkpoints: bool, yes: bool) -> None:
     chosen = [api.find(name) for name in names] or api.submitted()
     for name, handle in zip(names, chosen, strict=False):
         handle.check_deletable()
-        if yes and handle.name.startswith(name) and handle.name != name:
+        if yes and (name.startswith("@") or (handle.name.startswith(name) and handle.name != name)):
             raise UserError(f"--yes needs the full name: {handle.name}")
     if not chosen:
         print("no runs, nothing to clean")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
@@ -12,9 +12,6 @@ from mgpu_slurm.cli.options import json_flag, run_names
 from mgpu_slurm.cli.output import print_json, print_lines, print_note, terminal_size
 from mgpu_slurm.core.errors import UserError, nearest
 from mgpu_slurm.core.formatting import counted, human_size, program
-
-if TYPE_CHECKING:
-    pass
 
 
 @click.command()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Iterable
 from datetime import datetime
 from decimal import Decimal
 from pathlib import Path
@@ -91,6 +92,16 @@ def binary_size(size: int) -> str:
 def time_of(text: str | None) -> datetime | None:
     """Return the time of a text in ISO 8601; None without a text."""
     return datetime.fromisoformat(text) if text else None
+
+
+def earliest(times: Iterable[str | None]) -> str | None:
+    """Return the first of some times in ISO 8601, which may have different zones; None without any."""
+    return min(filter(None, times), key=datetime.fromisoformat, default=None)
+
+
+def latest(times: Iterable[str | None]) -> str | None:
+    """Return the last of some times in ISO 8601, which may have different zones; None without any."""
+    return max(filter(None, times), key=datetime.fromisoformat, default=None)
 
 
 def duration(seconds: float) -> str:

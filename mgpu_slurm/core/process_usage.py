@@ -96,21 +96,22 @@ class TreeReader:
                 yield from map(int, _contents(f"/proc/{pid}/task/{name}/children").split())
 
 
-def shared_once(pids: Iterable[int], most: int) -> int:
+def shared_once(pids: Iterable[int], most: int) -> int | None:
     """Return the bytes of memory of these processes, of which a page that several share counts once.
 
     It takes 10 ms for 400 MB, in which a process that maps memory may have to wait: call it rarely.
 
     Args:
-        most: bytes of memory from which all of a process counts, as measuring would take long.
+        most: bytes of memory of a process from which measuring would take too long; None is returned then.
 
     Raises:
         OSError: a process has ended, or belongs to another user.
     """
     found = 0
     for pid in pids:
-        rss = int(_contents(f"/proc/{pid}/statm").split()[1]) * _PAGE
-        found += rss if rss > most else _number_after(b"\nPss:", _contents(f"/proc/{pid}/smaps_rollup")) << 10
+        if int(_contents(f"/proc/{pid}/statm").split()[1]) * _PAGE > most:
+            return None
+        found += _number_after(b"\nPss:", _contents(f"/proc/{pid}/smaps_rollup")) << 10
     return found
 
 

@@ -43,6 +43,9 @@ GRACE_AFTER_REQUEUE = 10.0
 LOOK_EVERY = 1.0
 """Seconds between two checks for a requeue request from a rank behind a launcher."""
 
+RECORDED_RESOURCES = ("nodes", "ntasks_per_node", "gpus_per_node", "cpus_per_task")
+"""What the event of a start says of the request, which a later resumption may change."""
+
 WATCHED = {signal.SIGCHLD, signal.SIGTERM, signal.SIGHUP}
 """SIGTERM is meant for the ranks, which save and exit; this process waits for them. SIGHUP: the parent is gone."""
 
@@ -105,7 +108,8 @@ def run_attempt(folder: RunFolder, spec: Spec, launch: Launch) -> Ending:
     # number of this start of the job, by which accounting identifies it
     restarts = int(os.environ.get("SLURM_RESTART_COUNT", "0"))
     started = {"attempt": attempt, "job_id": launch.job_id, "nodes": launch.names, "restarts": restarts}
-    records.settle_event(folder, "started", **started, **retry_policy.checkpoint_fact(folder))
+    asked = {name: getattr(spec.resources, name) for name in RECORDED_RESOURCES}
+    records.settle_event(folder, "started", **started, asked=asked, **retry_policy.checkpoint_fact(folder))
     began = records.read_state(folder).started or records.now()
     first_started = next((event.time for event in records.events(folder) if event.event == "started"), began)
     # what an earlier attempt said of its progress

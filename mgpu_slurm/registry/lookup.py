@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+from datetime import datetime, timezone
 from pathlib import Path
 
 from mgpu_slurm.core.errors import UserError, nearest
-from mgpu_slurm.core.formatting import program
+from mgpu_slurm.core.formatting import latest, program, time_of
 from mgpu_slurm.core.retry import Note, quiet
 from mgpu_slurm.executors import supervisors
 from mgpu_slurm.executors.slurm_states import NEVER_ARRIVED
@@ -25,6 +26,8 @@ _JOB_ID = re.compile(r"\d+(_\d+)?")
 _MADE_UNIQUE = re.compile(r"-\d{8}-\d{6}-[0-9a-f]{4}$")
 """The suffix that a submission adds to a run's name."""
 
+_NEVER = datetime.min.replace(tzinfo=timezone.utc)
+
 
 def all_groups(note: Note = quiet) -> list[RunFolder]:
     """Return all groups and single runs, newest first; `note` is as for `current`."""
@@ -36,10 +39,10 @@ def all_states(note: Note = quiet) -> list[tuple[RunFolder, RunState]]:
     found = current([folder for root in roots() for folder in folders(root)], note)
     gone = _removed(found)
     left = [pair for pair in found if pair[0].group not in gone]
-    newest: dict[RunFolder, str] = {}
+    newest: dict[RunFolder, datetime] = {}
     for folder, state in left:
-        newest[folder.group] = max(newest.get(folder.group, ""), state.submitted or "")
-    # a part of a group may have been resubmitted
+        # a part of a group may have been resubmitted
+        newest[folder.group] = max(newest.get(folder.group, _NEVER), time_of(state.submitted) or _NEVER)
     return sorted(left, key=lambda pair: (newest[pair[0].group], pair[0].group.run), reverse=True)
 
 
@@ -68,6 +71,8 @@ def find(name: str) -> RunFolder:
         return _newest()
     if name == NEWEST_FAILED:
         return _newest_failed()
+    if not name:
+        raise UserError(f"the name of the run is empty: see `{program()} status`")
     if os.path.exists(Path(name) / "spec.yaml"):
         return RunFolder(Path(name).absolute())
     head, slash, index = name.rpartition("/")
@@ -77,7 +82,7 @@ def find(name: str) -> RunFolder:
     found = (
         [folder for folder in known if folder.run == name]
         or [folder for folder in known if _MADE_UNIQUE.sub("", folder.run) == name]
-        or [folder for folder in known if folder.run.startswith(name)]
+        or _without_confirmations([folder for folder in known if folder.run.startswith(name)])
         or (_with_job(name, known) if _JOB_ID.fullmatch(name) else [])
     )
     here = [folder for folder in found if folder.path.parent == layout.runs_root().resolve()]
@@ -97,10 +102,24 @@ def find(name: str) -> RunFolder:
 
 
 def _newest() -> RunFolder:
-    known = [folder for root in roots() for folder in folders(root) if _is_own(folder)]
+    known = _without_confirmations([folder for root in roots() for folder in folders(root) if _is_own(folder)])
     if not known:
         raise UserError(f"{NEWEST}: there are no runs yet: start one with `{program()} submit`")
-    return max(known, key=lambda folder: records.read_state(folder).submitted or "")
+    return max(known, key=_submitted)
+
+
+def _submitted(folder: RunFolder) -> datetime:
+    """Return when a run, or any run of a group, was submitted or resumed last."""
+    return time_of(latest(state.submitted for _, state in records.read_states(folder))) or _NEVER
+
+
+def _without_confirmations(found: list[RunFolder]) -> list[RunFolder]:
+    """Return folders without the confirmations of sweeps among them."""
+    return [
+        folder
+        for folder in found
+        if not (sweep_state.is_confirmation(folder) and sweep_state.confirmed_by(folder) in found)
+    ]
 
 
 def _newest_failed() -> RunFolder:
@@ -114,7 +133,9 @@ def _newest_failed() -> RunFolder:
             if sweep_state.state_of(group, [*runs.values()]).state in states.FAILURES:
                 return group
             continue
-        failed = {folder: state.ended or "" for folder, state in runs.items() if state.state in states.FAILURES}
+        failed = {
+            folder: time_of(state.ended) or _NEVER for folder, state in runs.items() if state.state in states.FAILURES
+        }
         if failed:
             return max(failed, key=lambda folder: failed[folder])
     raise UserError(f"{NEWEST_FAILED}: no run has failed: see `{program()} status`")

@@ -10,7 +10,7 @@ from datetime import datetime
 from itertools import chain
 
 from mgpu_slurm.core import files
-from mgpu_slurm.core.formatting import counted
+from mgpu_slurm.core.formatting import counted, earliest, latest
 from mgpu_slurm.run_folder import states
 from mgpu_slurm.run_folder.layout import RunFolder
 from mgpu_slurm.run_folder.record_types import RunState
@@ -138,7 +138,6 @@ def state_of(folder: RunFolder, workers: Sequence[RunState]) -> SweepState:
     """Return the state of a sweep."""
     summary = summary_of(folder, workers)
     state, best = overall(workers, summary), summary.best
-    ends = [worker.ended for worker in workers if worker.ended]
     return SweepState(
         run=folder.run,
         kind="sweep",
@@ -150,8 +149,8 @@ def state_of(folder: RunFolder, workers: Sequence[RunState]) -> SweepState:
         progress=summary.ended,
         metrics={} if best is None or best.value is None else best.values or {summary.metric: best.value},
         submitted=workers[0].submitted,
-        started=min((worker.started for worker in workers if worker.started), default=None),
-        ended=None if states.is_alive(state) else max(ends, default=None),
+        started=earliest(worker.started for worker in workers),
+        ended=None if states.is_alive(state) else latest(worker.ended for worker in workers),
         reason=reason(workers, summary, state),
         trials=summary.trials,
         best=best,

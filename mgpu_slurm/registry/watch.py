@@ -23,13 +23,16 @@ ANSWER_TAKES = 0.5
 class Watch:
     """A repeated look at runs: their records each time, their executor only as often as it can bear."""
 
-    def __init__(self, folder: RunFolder, note: Note = quiet) -> None:
+    def __init__(self, *folders: RunFolder, note: Note = quiet, may_vanish: bool = False) -> None:
         """
         Args:
+            folders: of runs and groups.
             note: called once each time the cluster does not answer, or is not the one of the job.
+            may_vanish: leave out runs that are deleted meanwhile; if False, that is an error.
         """
-        self._folder = folder
+        self._folders = folders
         self._note = note
+        self._may_vanish = may_vanish
         self._ended: dict[RunFolder, RunState] = {}
         self._question: _Question | None = None
         self._next_question = 0.0
@@ -49,20 +52,33 @@ class Watch:
         return [state for _, state in self.pairs()]
 
     def pairs(self) -> list[tuple[RunFolder, RunState]]:
-        if not self._folder.group.path.exists():
-            raise UserError(f"run {self._folder.run} was deleted meanwhile")
-        recorded = records.read_states(self._folder, without=self._ended)
-        found = self._asked([folder for folder, _ in recorded]) or recorded
-        newest = dict(found) | self._ended
-        self._ended |= {folder: state for folder, state in found if not states.is_alive(state.state)}
-        return sorted(newest.items(), key=lambda pair: pair[0].task or 0)
+        """Return the state of each run, in the order of their folders.
 
-    def _asked(self, alive: list[RunFolder]) -> list[tuple[RunFolder, RunState]] | None:
-        """Return the executor's answer; None until the next request, and while the answer is outstanding."""
+        Raises:
+            UserError: a run was deleted.
+        """
+        places = {folder.group: place for place, folder in enumerate(self._folders) if folder.group.path.exists()}
+        for folder in self._folders if not self._may_vanish else ():
+            if folder.group not in places:
+                raise UserError(f"run {folder.run} was deleted meanwhile")
+        left = [folder for folder in self._folders if folder.group in places]
+        recorded = [pair for folder in left for pair in records.read_states(folder, without=self._ended)]
+        recorded = [pair for pair in recorded if pair[0] not in self._ended]
+        found = self._asked(recorded) or recorded
+        newest = {folder: state for folder, state in (dict(found) | self._ended).items() if folder.group in places}
+        self._ended |= {folder: state for folder, state in found if not states.is_alive(state.state)}
+        return sorted(newest.items(), key=lambda pair: (places[pair[0].group], pair[0].task or 0))
+
+    def _asked(self, alive: list[tuple[RunFolder, RunState]]) -> list[tuple[RunFolder, RunState]] | None:
+        """Return the executor's answer; None until the next request, and while the answer is outstanding.
+
+        Args:
+            alive: the runs that have not ended, and their recorded states.
+        """
         if self._question is None:
             if not alive or time.monotonic() < self._next_question:
                 return None
-            self._question = _Question(alive)
+            self._question = _Question([folder for folder, _ in alive])
         found = self._question.answer()
         if found is None:
             return None
@@ -70,8 +86,8 @@ class Watch:
             self._note(f"{self._question.notes[0]}; asking again")
         self._said = self._question.notes
         self._question = None
-        executor = records.read_state(alive[0]).executor if alive else ""
-        self._pause = min(2 * self._pause, ASK_EVERY.get(executor, 1.0))
+        longest = max((ASK_EVERY.get(state.executor, 1.0) for _, state in alive), default=1.0)
+        self._pause = min(2 * self._pause, longest)
         self._next_question = time.monotonic() + self._pause
         return found
 
@@ -90,7 +106,7 @@ def wait(
         TimeoutError: they have not ended within that time.
     """
     begun = time.monotonic()
-    watch = Watch(folder, note)
+    watch = Watch(folder, note=note)
     while True:
         state = as_one(watch.states())
         if not states.is_alive(state):

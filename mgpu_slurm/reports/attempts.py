@@ -132,8 +132,8 @@ def _by_slurm(
 
 def last_said(folder: RunFolder) -> str:
     """Return the recorded message on the newest attempt's end; empty if there is none."""
-    ends = [event for event in records.events(folder) if event.event == "ended"]
-    return first_line(ends[-1].message or "") if ends else ""
+    ends = [event.attempt for event in records.events(folder) if event.event == "ended"]
+    return said_of(folder, ends[-1]) if ends else ""
 
 
 def said_of(folder: RunFolder, attempt: int) -> str:

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from mgpu_slurm.core.errors import UserError
 from mgpu_slurm.core.files import read_json
 from mgpu_slurm.core.formatting import short_value
 from mgpu_slurm.registry import lookup, sweep_state
@@ -53,7 +54,7 @@ def compare(first: RunFolder, second: RunFolder) -> RunDiff:
     """Return what differs between two runs.
 
     Raises:
-        UserError: the request of a run cannot be read.
+        UserError: the request, result or environment of a run cannot be read.
     """
     return RunDiff(
         runs=(first.run, second.run),
@@ -88,7 +89,8 @@ def patch(first: RunFolder, second: RunFolder) -> Iterator[str]:
             continue
         before, after = [_lines(text) or [] for text in texts]
         places = f"{first.run}/{name}", f"{second.run}/{name}"
-        yield from difflib.unified_diff(before, after, *places, lineterm="")
+        told = list(difflib.unified_diff(before, after, *places, lineterm=""))
+        yield from told or [f"Files {places[0]} and {places[1]} differ in their line ends, or one of them is empty"]
 
 
 def _config(folder: RunFolder) -> dict[str, Any]:
@@ -103,9 +105,16 @@ def _request(folder: RunFolder) -> dict[str, Any]:
 
 
 def _environment(folder: RunFolder) -> dict[str, Any]:
-    found = read_json(folder.environment) or {}
+    found = _json(folder.environment) or {}
     flat = _flat({name: found.get(name) for name in _ENVIRONMENT})
     return {name.removeprefix("packages."): value for name, value in flat.items()}
+
+
+def _json(path: Path) -> Any:
+    try:
+        return read_json(path)
+    except ValueError:
+        raise UserError(f"{str(path)!r} is damaged: delete it to compare without it") from None
 
 
 def _result(folder: RunFolder) -> dict[str, Any]:
@@ -115,7 +124,7 @@ def _result(folder: RunFolder) -> dict[str, Any]:
         best = sweep_state.summary_of(folder).best
         return {} if best is None else {"best trial": best.number, "its value": best.value}
     if state.tasks is None:
-        record = read_json(folder.result)
+        record = _json(folder.result)
         return dict(record["result"] if record else state.metrics)
     values: dict[str, list[float]] = {}
     for member in lookup.members(folder):

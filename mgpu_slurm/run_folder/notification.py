@@ -42,11 +42,18 @@ def _send(folder: RunFolder, address: str) -> None:
     state = records.read_state(folder)
     if state.state not in TERMINAL or state.state == CANCELLED:
         return
+    expanded = os.path.expandvars(address)
+    if not expanded.startswith(("http://", "https://")):
+        name = address.partition("/")[0].strip("${}")
+        log_lines.say(
+            f"--notify: the end of the run was not posted: the job's environment has no web address in {name}"
+        )
+        return
     problems: list[str] = ["no answer"]
 
     def post() -> None:
         try:
-            _post(os.path.expandvars(address), json.dumps(without_nan(_facts(folder, state))).encode())
+            _post(expanded, json.dumps(without_nan(_facts(folder, state))).encode())
             problems.clear()
         except Exception as error:
             # not its message, which may contain the address: that of many services is a password
@@ -64,8 +71,6 @@ def _post(address: str, body: bytes) -> None:
     # takes a while to import, and most runs need none
     from urllib.request import Request, urlopen
 
-    if not address.startswith(("http://", "https://")):
-        raise ValueError("not a web address")
     request = Request(address, body, {"Content-Type": "application/json", "User-Agent": "mgpu-slurm"})
     with urlopen(request, timeout=SECONDS):
         pass

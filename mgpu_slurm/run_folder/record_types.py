@@ -187,6 +187,8 @@ class Event(Record):
     continues: str | None = None
     """The token of the submission that a new job continues."""
     attempt: int = 0
+    asked: Mapping[str, Any] | None = None
+    """What an attempt that starts has asked for: `nodes`, `ntasks_per_node`, `gpus_per_node` and `cpus_per_task`."""
     nodes: Sequence[str] = ()
     restarts: int = 0
     """How often SLURM had restarted the job when the attempt started."""

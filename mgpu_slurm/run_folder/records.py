@@ -217,7 +217,7 @@ def last_sign_of_life(folder: RunFolder) -> str:
         return now()
     files = [folder.state, *folder.logs.glob("*")]
     last = max(path.stat().st_mtime for path in files if path.exists())
-    return datetime.fromtimestamp(last, timezone.utc).isoformat(timespec="seconds")
+    return datetime.fromtimestamp(last, timezone.utc).astimezone().isoformat(timespec="seconds")
 
 
 def note_unseen_end(folder: RunFolder, write: Callable[..., None] = record_event) -> None:

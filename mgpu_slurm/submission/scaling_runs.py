@@ -65,7 +65,7 @@ class SizeRun:
         if self.folder is None:
             return
         try:
-            watch = Watch(self.folder, note)
+            watch = Watch(self.folder, note=note)
             while states.is_alive(watch.state().state):
                 time.sleep(LOOK_PAUSE)
         except MgpuError as error:

@@ -70,7 +70,7 @@ def test_refusal_is_told_without_the_address(tmp_path: Path, capsys: pytest.Capt
         notification.send(ended(tmp_path), address)
     assert capsys.readouterr().out == ("mgpu_slurm: --notify: the end of the run could not be posted: HTTPError 403\n")
     notification.send(ended(tmp_path / "unset"), "$UNSET_HOOK")
-    assert capsys.readouterr().out.endswith("could not be posted: ValueError\n")
+    assert capsys.readouterr().out.endswith("not posted: the job's environment has no web address in UNSET_HOOK\n")
 
 
 def test_server_that_never_answers_is_left(

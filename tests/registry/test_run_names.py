@@ -56,6 +56,35 @@ def test_last_is_the_newest_run_or_group_of_this_user(runs: Path, monkeypatch: p
         lookup.find("@last")
 
 
+def test_last_is_the_group_of_which_a_run_was_resumed_last(runs: Path) -> None:
+    group = made(runs, "group", 1, tasks=2)
+    made(runs, "single", 3)
+    assert lookup.find("@last").run == "single"
+    records.update_state(group.of_task(1), submitted="2026-11-04T12:00:00.000+00:00")
+    assert lookup.find("@last") == group
+
+
+def test_newest_is_the_newest_whatever_the_time_zone(runs: Path) -> None:
+    made(runs, "utc", 3)
+    records.update_state(made(runs, "west", 1), submitted="2026-11-03T09:00:00.000-07:00")
+    assert lookup.find("@last").run == "west"
+
+
+def test_sweep_and_its_confirmation_are_one(runs: Path) -> None:
+    sweep = made(runs, "digits", 2, tasks=1)
+    confirmation = made(runs, "digits-confirm", 2)
+    records.update_state(confirmation, tasks=1)
+    confirmation.tasks.symlink_to(Path("..", "digits", "tasks"))
+    assert lookup.find("dig") == lookup.find("@last") == sweep
+    assert lookup.find("digits-c") == confirmation
+
+
+def test_empty_name_is_no_run(runs: Path) -> None:
+    made(runs, "only", 1)
+    with pytest.raises(UserError, match="the name of the run is empty"):
+        lookup.find("")
+
+
 def test_last_failed_is_the_newest_failed_run_also_of_a_group(runs: Path) -> None:
     made(runs, "old", 1, "FAILED")
     made(runs, "stopped", 5, "CANCELLED")

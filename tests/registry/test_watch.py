@@ -64,7 +64,7 @@ def test_each_outage_of_slurm_is_reported_once(run: RunFolder, squeue: Callable[
     down = "echo 'slurm_load_jobs error: Unable to contact slurm controller (connect failure)' >&2; exit 1"
     squeue(f"[ -e {tmp_path}/up ] && {{ echo '{RUNS}'; exit; }}; {down}").touch()
     notes: list[str] = []
-    watch = Watch(run, notes.append)
+    watch = Watch(run, note=notes.append)
 
     def calls() -> int:
         return len((tmp_path / "calls").read_text().split()) if (tmp_path / "calls").exists() else 0
@@ -91,3 +91,20 @@ def test_watching_a_deleted_run_is_an_error(run: RunFolder) -> None:
     shutil.rmtree(run.path)
     with pytest.raises(UserError, match="run run was deleted meanwhile"):
         watch.state()
+
+
+def test_several_runs_share_one_request(run: RunFolder, squeue: Callable[[str], Path], tmp_path: Path) -> None:
+    other = RunFolder(tmp_path / "other")
+    other.create()
+    records.update_state(other, executor="slurm", job_id="43", state="RUNNING", submitted=records.now())
+    squeue(f"echo '{RUNS}'; echo '{RUNS.replace('42', '43')}'").touch()
+    watch = Watch(other, run, may_vanish=True)
+    wait_until(lambda: bool(watch.pairs()) and (tmp_path / "calls").exists())
+    assert [folder.run for folder, _ in watch.pairs()] == ["other", "run"]
+    before = len((tmp_path / "calls").read_text().split())
+    records.update_state(other, state="COMPLETED")
+    wait_until(lambda: [state.state for _, state in watch.pairs()] == ["COMPLETED", "RUNNING"])
+    # a run that was deleted is no reason to look at no other
+    shutil.rmtree(other.path)
+    assert [folder.run for folder, _ in watch.pairs()] == ["run"]
+    assert before == 1

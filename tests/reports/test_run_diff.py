@@ -5,8 +5,13 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
+from mgpu_slurm.core.errors import UserError
 from mgpu_slurm.core.files import read_json, write_json
+from mgpu_slurm.reports import run_diff
 from mgpu_slurm.reports.run_diff import compare
+from mgpu_slurm.request.spec import Resources, Spec, Target
 from mgpu_slurm.run_folder.layout import RunFolder
 from tests.metrics.event_files import ended_run
 from tests.support import Project
@@ -55,6 +60,27 @@ def test_two_runs_are_compared(project: Project) -> None:
         each for title in ("config", "request", "code", "environment", "result") for each in (title, "(same)")
     ]
     assert project.call("diff", first.name, first.name, "--code").stdout == "no difference\n"
+
+
+def test_files_that_differ_in_their_line_ends_are_named(tmp_path: Path) -> None:
+    first, second = (RunFolder(tmp_path / name) for name in ("a", "b"))
+    for folder, text in ((first, b"x = 1\n"), (second, b"x = 1\r\n")):
+        folder.create()
+        folder.code.mkdir()
+        (folder.code / "job.py").write_bytes(text)
+    assert list(run_diff.patch(first, second)) == [
+        "Files a/job.py and b/job.py differ in their line ends, or one of them is empty"
+    ]
+
+
+def test_damaged_result_is_named(tmp_path: Path) -> None:
+    folders = [RunFolder(tmp_path / name) for name in ("a", "b")]
+    for folder in folders:
+        folder.create()
+        Spec(folder.run, Target(command=("true",)), "local", Resources()).write(folder)
+    folders[1].result.write_text("{")
+    with pytest.raises(UserError, match="json' is damaged: delete it to compare without it"):
+        run_diff.compare(*folders)
 
 
 def test_groups_are_compared_by_their_means(tmp_path: Path) -> None:

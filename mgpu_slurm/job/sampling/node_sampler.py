@@ -35,7 +35,7 @@ MOST_UNWRITTEN = 1000
 """Samples that wait for a disk; older ones are dropped."""
 
 MOST_SHARED = 1 << 30
-"""Bytes of memory of a process from which it is not measured how much of it others share: that takes long."""
+"""Bytes of memory of a process from which it is not measured how much processes share: that takes long."""
 
 CHANGE = 0.1
 """Part by which the memory has to change until shared memory is measured again."""
@@ -134,15 +134,17 @@ class NodeSampler(SamplerThread):
         return {str(pid): peak for pid, peak in found.items()} or None
 
     def _shared_once(self, trees: Iterable[TreeUsage], rss: int) -> int | None:
-        """Return the memory of all processes, of which shared pages count once; None if it is as it was."""
+        """Return the memory of all processes, of which shared pages count once; None if it is as it was, or too much
+        to be measured."""
         pids = [pid for tree in trees for pid in tree.pids]
         count, before = self._measured
         if len(pids) == count and abs(rss - before) <= CHANGE * before:
             return None
-        self._measured = len(pids), rss
         with suppress(OSError):
             # the memory of a single process is its own, but for libraries
-            return process_usage.shared_once(pids, MOST_SHARED) if len(pids) > 1 else rss
+            found = process_usage.shared_once(pids, MOST_SHARED) if len(pids) > 1 else rss
+            self._measured = len(pids), rss
+            return found
         return None
 
     def _gpu_use(self) -> Sequence[GpuUse]:

@@ -13,7 +13,7 @@ from mgpu_slurm.registry import lookup
 from mgpu_slurm.registry.sweep_state import summary_of
 from mgpu_slurm.registry.watch import Watch
 from mgpu_slurm.reports.live import progress_line
-from mgpu_slurm.reports.live.log_view import LogView
+from mgpu_slurm.reports.live.log_view import LogView, end_of_lines, last_lines
 from mgpu_slurm.reports.run_summary import RankWarning, rank_warnings, warning_lines
 from mgpu_slurm.reports.sweep_status import ended_here, new_lines
 from mgpu_slurm.run_folder import records, states
@@ -45,7 +45,7 @@ def follow(folder: RunFolder, view: LogView = ONE_RANK, after_attempt: int = 0, 
     pause = PAUSE if len(view.ranks) == 1 else LISTING_PAUSE
     waits_for = ""
     notes: list[str] = []
-    watch = Watch(folder, notes.append)
+    watch = Watch(folder, note=notes.append)
     ended = False
     while not ended:
         # the state is read before the logs: what was written before the end is shown before the end
@@ -94,9 +94,11 @@ class _Shown:
             up_to: the last attempt to show.
             look_at_warnings: whether to read the warnings now, not only every `LISTING_PAUSE` seconds.
         """
+        attempts = range(self._after_attempt + 1, up_to + 1)
         for rank in self._view.ranks:
-            added = self._added(rank, range(self._after_attempt + 1, up_to + 1))
-            yield from self._last_lines(added) if self._is_first and self._view.tail is not None else added
+            if self._is_first and self._view.tail is not None:
+                yield from self._last_lines(rank, attempts)
+            yield from self._added(rank, attempts)
         self._is_first = False
         if look_at_warnings or time.monotonic() >= self._next_look:
             self._next_look = time.monotonic() + LISTING_PAUSE
@@ -123,9 +125,11 @@ class _Shown:
             else:
                 yield from lines.add(text)
 
-    def _last_lines(self, added: Iterator[str]) -> Iterator[str]:
-        lines = "".join(added).splitlines(keepends=True)
-        yield from lines[len(lines) - min(len(lines), self._view.tail or 0) :]
+    def _last_lines(self, rank: int, attempts: range) -> Iterator[str]:
+        """Yield the last whole lines that are there already; what follows them is new."""
+        parts = [(path, end_of_lines(path)) for path in lookup.logs_of_rank(self._folder, rank, attempts)]
+        self._tails |= {path: _Tail(path, end) for path, end in parts}
+        yield from last_lines(parts, self._view, rank)
 
 
 def follow_group(folder: RunFolder, without: Iterable[int] = (), draw: Note = quiet) -> Iterator[str]:
@@ -136,7 +140,7 @@ def follow_group(folder: RunFolder, without: Iterable[int] = (), draw: Note = qu
         draw: called with a line that shows how many have ended.
     """
     notes: list[str] = []
-    watch = Watch(folder, notes.append)
+    watch = Watch(folder, note=notes.append)
     shown: dict[str, str] = {}
     failed: dict[str, str] = {}
     shown_trials = set(without)
@@ -191,9 +195,9 @@ def _told(event: Event) -> Iterator[str]:
 class _Tail:
     """The text that was added to a file since the last read."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, position: int = 0) -> None:
         self._path = path
-        self._position = 0
+        self._position = position
         # a read may end in the middle of a character
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 

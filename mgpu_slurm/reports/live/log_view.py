@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +11,9 @@ from mgpu_slurm.core.errors import UserError
 from mgpu_slurm.registry import lookup
 from mgpu_slurm.run_folder import records
 from mgpu_slurm.run_folder.layout import RunFolder
+
+BLOCK = 1 << 16
+"""Bytes, or letters, of a log that are read at once."""
 
 _RANKS = re.compile(r"(\d{1,9})(?:-(\d{1,9}))?")
 
@@ -52,15 +54,16 @@ class LineFilter:
     def add(self, text: str) -> Iterator[str]:
         *lines, self._begun = (self._begun + text).split("\n")
         for line in lines:
-            yield from self._shown(line)
+            yield from self.line(line)
 
     def end(self) -> Iterator[str]:
         """Yield a last line that has no end."""
         if self._begun:
-            yield from self._shown(self._begun)
+            yield from self.line(self._begun)
             self._begun = ""
 
-    def _shown(self, line: str) -> Iterator[str]:
+    def line(self, line: str) -> Iterator[str]:
+        """Yield a whole line as it is shown, or nothing if it does not match."""
         # of a progress bar, which is drawn over and over, the last state
         line = line.rstrip("\r").rpartition("\r")[2]
         if self._pattern is None or self._pattern.search(line):
@@ -76,17 +79,64 @@ def shown(folder: RunFolder, view: LogView) -> Iterator[str]:
 
 def of_files(paths: Sequence[Path], view: LogView, rank: int = 0) -> Iterator[str]:
     """Yield what these logs of a rank hold."""
-    if view.is_whole and view.tail is None:
-        yield from (path.read_text(errors="replace") for path in paths)
+    if view.tail is not None:
+        yield from last_lines([(path, path.stat().st_size) for path in paths], view, rank)
         return
-    found: deque[str] = deque(maxlen=view.tail)
     lines = view.lines(rank)
     for path in paths:
-        with open(path, errors="replace", newline="") as file:
-            for text in file:
-                found.extend(lines.add(text))
-        found.extend(lines.end())
-    yield from found
+        # only a line feed ends a line: progress bars write thousands of carriage returns
+        with open(path, errors="replace", newline="\n") as file:
+            while text := file.read(BLOCK):
+                yield from [text] if view.is_whole else lines.add(text)
+        yield from lines.end()
+
+
+def last_lines(parts: Sequence[tuple[Path, int]], view: LogView, rank: int) -> Iterator[str]:
+    """Yield the last lines of a rank's logs, of which no more is read than necessary.
+
+    Args:
+        parts: logs, oldest first, each with the number of bytes from its beginning that count.
+    """
+    lines = view.lines(rank)
+    found: list[str] = []
+    backwards = (line for path, end in reversed(parts) for line in _backwards(path, end))
+    while len(found) < (view.tail or 0) and (line := next(backwards, None)) is not None:
+        found += lines.line(line.decode(errors="replace"))
+    yield from reversed(found)
+
+
+def end_of_lines(path: Path) -> int:
+    """Return how many bytes of a log are whole lines."""
+    size = path.stat().st_size
+    begun = next(_backwards(path, size, with_empty_end=True), b"")
+    return size - len(begun)
+
+
+def _backwards(path: Path, end: int, with_empty_end: bool = False) -> Iterator[bytes]:
+    """Yield the lines of the first bytes of a file, the last one first.
+
+    Args:
+        end: number of these bytes.
+        with_empty_end: also yield an empty line after the last line feed.
+    """
+    parts: list[bytes] = []
+    is_last = True
+    with open(path, "rb") as file:
+        while end > 0:
+            begin = max(0, end - BLOCK)
+            file.seek(begin)
+            first, *others = file.read(end - begin).split(b"\n")
+            end = begin
+            if others:
+                line = others.pop() + b"".join(reversed(parts))
+                if line or not is_last or with_empty_end:
+                    yield line
+                is_last = False
+                yield from reversed(others)
+                parts = []
+            parts.append(first)
+    if parts:
+        yield b"".join(reversed(parts))
 
 
 def ranks_of(text: str, folder: RunFolder) -> list[int]:

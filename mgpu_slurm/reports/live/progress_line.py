@@ -71,7 +71,7 @@ def of_run(state: RunState) -> str:
     parts = [f"{bar(state.progress, state.total)} {state.progress}/{state.total}"] if state.total else []
     parts += [f"step {state.step}"] if state.step else []
     parts += [f"{name} {short_value(value)}" for name, value in state.metrics.items()]
-    parts += [f"{state.pace[0]:.3g} s each"] if state.pace else []
+    parts += [f"{_pace(state.pace[0])} each"] if state.pace else []
     return "  ".join(parts + _left(state))
 
 
@@ -89,6 +89,10 @@ def of_group(folder: RunFolder, found: Sequence[RunState]) -> str:
     running = sum(state.state == RUNNING for state in found)
     begin = f"{bar(ended, total)} {ended}/{total} {of}" if total else f"0 {of}"
     return "  ".join([begin, f"{running} running", *parts, *left])
+
+
+def _pace(seconds: float) -> str:
+    return f"{seconds:.3g} s" if seconds < 100 else duration(seconds)
 
 
 def bar(done: int, total: int) -> str:

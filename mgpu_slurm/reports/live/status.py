@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import textwrap
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime, timezone
@@ -88,17 +89,31 @@ def lines(
         shown = as_one(found)
         if not shown:
             return [f"no runs yet: start one with `{program()} submit`"]
-        return [overview(shown, room, choice) or f"none of {counted(len(shown), 'run')} fulfils --filter"]
+        choice.check(shown)
+        return [overview(shown, room, choice) or _none_of(len(shown))]
     told: list[str] = []
     named = [folder for folder in dict.fromkeys(asked) if sweep_state.is_sweep(folder)]
+    if named and choice.flags:
+        raise UserError(f"{named[0].run} is a sweep:{choice.flags} is for runs; `{program()} report` sorts its trials")
     for folder in named:
         workers = [state for member, state in dict(found).items() if member.group == folder]
         told += [*sweep_status.lines(folder, workers, room.columns if room else None), ""]
     others = [state for folder, state in dict(found).items() if folder.group not in named]
     if others:
-        told += table(others, {folder.run for folder in asked}, room, choice).splitlines()
-        told += [line for folder in asked if folder not in named for line in _model_lines(folder, len(asked) > 1)]
+        choice.check(others)
+        told += table(others, {folder.run for folder in asked}, room, choice).splitlines() or [_none_of(len(others))]
+        below = [line for folder in asked if folder not in named for line in _model_lines(folder, len(asked) > 1)]
+        indent = " " * len("strategy  ")
+        told += (
+            below
+            if room is None
+            else [part for line in below for part in textwrap.wrap(line, room.columns, subsequent_indent=indent)]
+        )
     return told if others else told[:-1]
+
+
+def _none_of(count: int) -> str:
+    return f"none of {counted(count, 'run')} fulfils --filter"
 
 
 def _model_lines(folder: RunFolder, is_named: bool) -> list[str]:

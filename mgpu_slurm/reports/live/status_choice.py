@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import shlex
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -20,7 +21,7 @@ R = TypeVar("R", bound=RunState)
 Value = float | str | None
 
 _CONDITION = re.compile(r"(?P<key>[^\s<>=!:]+)(?P<sign><=|>=|!=|<|>|=|:)(?P<value>\S+)")
-_COLUMNS = {"attempt": "attempts", "name": "run", "job": "job_id"}
+_ALIASES = {"attempt": "attempts", "name": "run", "job": "job_id"}
 """Columns of `status` that the state has under another name."""
 _FIELDS = ("run", "state", "attempts", "nodes", "ranks", "step", "progress", "total", "reason", "job_id", "kind")
 
@@ -36,26 +37,52 @@ class Choice:
     folders: Mapping[str, RunFolder] = field(default_factory=dict)
     """The folder of each run or group by its name, for config values."""
 
-    def of(self, entries: Sequence[R]) -> list[R]:
-        """Return the runs to show.
+    @property
+    def flags(self) -> str:
+        """Return the options as they were given."""
+        given = [("--filter", each) for each in self.filters] + ([("--sort", self.sort)] if self.sort else [])
+        return "".join(f" {option} {shlex.quote(value)}" for option, value in given)
+
+    def check(self, entries: Sequence[RunState]) -> None:
+        """Check that the conditions and the order name something that some run has.
+
+        Args:
+            entries: all runs; if none has reported yet, a name may be that of a metric.
 
         Raises:
             UserError: no run has a value that a condition or the order names.
         """
+        conditions = [(word, _CONDITION.fullmatch(word)) for word in self._words]
+        keys = [(f"--filter {word!r}", match["key"]) for word, match in conditions if match is not None]
+        keys += [] if self.sort is None else [(f"--sort {self.sort!r}", self.sort.removeprefix("-"))]
+        for given, key in keys if any(entry.metrics for entry in entries) else ():
+            if all(value is None for value in self._values(entries, key)) and _column(key) not in _COLUMNS:
+                columns = ", ".join(each for each in _COLUMNS if each not in _ALIASES.values())
+                metrics = ", ".join(list(dict.fromkeys(name for entry in entries for name in entry.metrics))[:10])
+                raise UserError(
+                    f"{given}: no run has a column, metric or config value {key!r}; columns: {columns};"
+                    f" metrics: {metrics}"
+                )
+
+    def of(self, entries: Sequence[R]) -> list[R]:
+        """Return the runs to show."""
         chosen = list(entries)
-        for word in " ".join(self.filters).split():
+        for word in self._words:
             match = _CONDITION.fullmatch(word)
             if match is None:
                 chosen = [entry for entry in chosen if word.lower() in f"{entry.run} {entry.reason}".lower()]
                 continue
-            values = self._values(chosen, match["key"], f"--filter {word!r}")
-            pairs = zip(chosen, values, strict=True)
+            pairs = zip(chosen, self._values(chosen, match["key"]), strict=True)
             chosen = [entry for entry, value in pairs if _holds(value, match["sign"], match["value"])]
         return chosen if self.sort is None else self._sorted(chosen, self.sort)
 
+    @property
+    def _words(self) -> list[str]:
+        return " ".join(self.filters).split()
+
     def _sorted(self, entries: list[R], by: str) -> list[R]:
         key = by.removeprefix("-")
-        found = list(zip(entries, self._values(entries, key, f"--sort {by!r}"), strict=True))
+        found = list(zip(entries, self._values(entries, key), strict=True))
         known = [pair for pair in found if pair[1] is not None]
         numbers = [(number, entry) for entry, value in known if (number := _number(value)) is not None]
         texts = [(str(value), entry) for entry, value in known if _number(value) is None]
@@ -65,20 +92,16 @@ class Choice:
         unknown = [entry for entry, value in found if value is None]
         return [entry for _, entry in numbers] + [entry for _, entry in texts] + unknown
 
-    def _values(self, entries: Sequence[RunState], key: str, given: str) -> list[Value]:
-        """Return a column, metric or config value of each run."""
-        name = _COLUMNS.get(key, key)
+    def _values(self, entries: Sequence[RunState], key: str) -> list[Value]:
+        """Return a column, metric or config value of each run; None for runs that have none."""
+        name = _column(key)
         if name in _TIMES:
             now = datetime.now(timezone.utc)
             return [_TIMES[name](entry, now) for entry in entries]
         if name in _FIELDS:
             return [_plain(getattr(entry, name)) for entry in entries]
-        values = [_plain(entry.metrics.get(name)) for entry in entries]
-        if entries and values == [None] * len(entries):
-            values = [self._config_value(entry, name) for entry in entries]
-            if values == [None] * len(entries):
-                raise UserError(f"{given}: no run has a column, metric or config value {key!r}")
-        return values
+        values = [_plain(entry.metrics.get(key)) for entry in entries]
+        return values if values != [None] * len(entries) else [self._config_value(entry, key) for entry in entries]
 
     def _config_value(self, entry: RunState, name: str) -> Value:
         value: object = None
@@ -106,6 +129,15 @@ _TIMES: dict[str, Callable[[RunState, datetime], float | None]] = {
     "age": _age,
     "time": _time,
 }
+
+
+_COLUMNS = (*_ALIASES, *_FIELDS, *_TIMES)
+
+
+def _column(key: str) -> str:
+    """Return the name of a column, which `status` writes in capitals."""
+    name = key.lower()
+    return _ALIASES.get(name, name)
 
 
 def _plain(value: object) -> Value:

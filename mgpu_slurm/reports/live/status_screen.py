@@ -42,11 +42,12 @@ def show(asked: Sequence[RunFolder], note: Note = quiet, filters: Sequence[str] 
     """
     is_terminal = sys.stdout.isatty()
     hears = quiet if is_terminal else note
-    watches = {folder: Watch(folder, hears) for folder in asked or lookup.all_groups(note)}
+    # one watch, so that one request to SLURM serves all runs
+    watch = Watch(*(asked or lookup.all_groups(note)), note=hears, may_vanish=not asked)
     while True:
-        found = [pair for watch in watches.values() for pair in watch.pairs()]
+        found = watch.pairs()
         if is_terminal:
-            problems = list(dict.fromkeys(watch.problem for watch in watches.values() if watch.problem is not None))
+            problems = [] if watch.problem is None else [watch.problem]
             room = shutil.get_terminal_size()
             # problems come first, because the end may not fit
             shown = [f"({problem})"[: room.columns] for problem in problems] + lines(found, asked, room, filters, sort)

@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 
-from mgpu_slurm.core.formatting import counted, cut, duration, program, short_value, time_of
+from mgpu_slurm.core.formatting import counted, cut, duration, earliest, latest, program, short_value, time_of
 from mgpu_slurm.reports.live.status_choice import Choice
 from mgpu_slurm.run_folder.record_types import RunState
 from mgpu_slurm.run_folder.states import is_alive, overall
@@ -45,10 +45,10 @@ def overview(states: list[RunState], room: os.terminal_size | None = None, choic
     # the header, the line on omitted runs, and the next prompt
     shown = entries if room is None else _with_room(entries, room.lines - 3)
     lines = _lines(shown)
-    if room is not None and max(map(len, lines)) > room.columns:
+    if room is not None and max(map(len, lines), default=0) > room.columns:
         lines = [cut(line, room.columns) for line in _narrow_lines(shown, room.columns, _LEAST_ROOM_FOR_METRICS)]
     if left := len(entries) - len(shown):
-        lines.append(f"and {left} older ones that have ended; show all: {program()} status | less")
+        lines.append(f"and {left} others that have ended; show all: {program()} status{choice.flags} | less")
     return "\n".join(lines)
 
 
@@ -71,7 +71,7 @@ def table(
     room: os.terminal_size | None = None,
     choice: Choice = EVERYTHING,
 ) -> str:
-    """Return all details of each run, and a line for each of these groups after its runs.
+    """Return all details of each run, and a line for each of these groups after its runs; an empty string without any.
 
     Args:
         room: the size of a terminal; if a line does not fit its width, the reason and metrics are below it.
@@ -80,6 +80,8 @@ def table(
     for group, runs in _by_group(states):
         chosen = choice.of(runs)
         entries += chosen if group is None or group not in groups else [*chosen, summary(group, runs)]
+    if not entries:
+        return ""
     lines = _lines(entries)
     if room is None or max(map(len, lines)) <= room.columns:
         return "\n".join(lines)
@@ -166,7 +168,6 @@ def summary(group: str, runs: list[RunState]) -> GroupState:
     """Return the state of a group."""
     counts = Counter(state.state for state in runs)
     alive = any(is_alive(state) for state in counts)
-    ends = [state.ended for state in runs if state.ended]
     totals = {state.total for state in runs}
     return GroupState(
         runs=runs,
@@ -180,8 +181,8 @@ def summary(group: str, runs: list[RunState]) -> GroupState:
         total=totals.pop() if len(totals) == 1 else None,
         metrics=spread(runs),
         submitted=runs[0].submitted,
-        started=min((state.started for state in runs if state.started), default=None),
-        ended=None if alive else max(ends, default=None),
+        started=earliest(state.started for state in runs),
+        ended=None if alive else latest(state.ended for state in runs),
         reason=f"{counted(len(runs), 'run')}: " + ", ".join(f"{count} {state}" for state, count in counts.items()),
     )
 

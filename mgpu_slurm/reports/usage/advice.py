@@ -64,7 +64,7 @@ class Advice:
     """One piece of advice for one or several runs."""
 
     kind: str
-    """`memory`, `time`, `cores`, `gpu`, `workers`, `starting` or `range`."""
+    """`memory`, `time`, `cores`, `gpu`, `loader`, `batch`, `workers`, `starting` or `range`."""
     runs: tuple[str, ...]
     flags: str
     """Flags of `submit` and `resume` to paste; empty if none would help."""
@@ -94,7 +94,9 @@ def _memory(run: RunFacts) -> Iterator[Advice]:
     # what has run out would have become more
     needed = max(peak or 0, asked) if is_out else peak or 0
     advised = math.ceil(needed * MEMORY_FACTOR / GIB)
-    is_less = needed < LOW_MEMORY * asked and advised * GIB < asked
+    # one that failed at once, or has just begun, would have needed more
+    is_typical = run.is_complete or used.seconds >= LEAST_SECONDS
+    is_less = is_typical and needed < LOW_MEMORY * asked and advised * GIB < asked
     is_more = needed > HIGH_MEMORY * asked and (is_out or used.mem_shared is not None)
     if is_less or is_more:
         why = f"a node needed {binary_size(peak)} of {binary_size(asked)}" if peak else "a node ran out of memory"
@@ -132,12 +134,12 @@ def _gpu(run: RunFacts) -> Iterator[Advice]:
         return
     why = f"GPUs computed for {use:.0%} of the time"
     if run.data_wait is None:
-        why += ": `submit --profile 10-13` shows what they wait for"
+        yield Advice("gpu", (run.run,), "", f"{why}: `submit --profile 10-13` shows what they wait for")
     elif run.data_wait >= LOADER_WAITS:
-        why += f" and waited for batches for {run.data_wait:.0%} of a step: give the loader more workers"
+        waits = f"and waited for batches for {run.data_wait:.0%} of a step"
+        yield Advice("loader", (run.run,), "", f"{why} {waits}: give the loader more workers")
     else:
-        why += " and did not wait for batches: larger batches may help"
-    yield Advice("gpu", (run.run,), "", why)
+        yield Advice("batch", (run.run,), "", f"{why} and did not wait for batches: larger batches may help")
 
 
 def _workers(run: RunFacts) -> Iterator[Advice]:

@@ -123,10 +123,17 @@ def chosen(words: Sequence[str], note: Note = quiet) -> list[tuple[RunFolder, Ru
         UserError: there is no such run.
     """
     if words:
-        return list(dict(current([lookup.find(word) for word in words], note)).items())
-    found = lookup.all_states(note)
+        return list(dict(_once(current([lookup.find(word) for word in words], note))).items())
+    found = _once(lookup.all_states(note))
     newest = [*dict.fromkeys(folder.group for folder, _ in found)][:NEWEST]
     return [(folder, state) for folder, state in found if folder.group in newest]
+
+
+def _once(found: Sequence[tuple[RunFolder, RunState]]) -> list[tuple[RunFolder, RunState]]:
+    """Return runs without the confirmation of a sweep among them: its workers are those of the sweep."""
+    groups = dict.fromkeys(folder.group for folder, _ in found)
+    again = {each for each in groups if sweep_state.is_confirmation(each) and sweep_state.confirmed_by(each) in groups}
+    return [(folder, state) for folder, state in found if folder.group not in again]
 
 
 def gather(
@@ -149,7 +156,7 @@ def gather(
                 spec = whole if folder.task is None else whole.of_task(folder.task)
                 sources.append(_Source(folder, state, spec, attempts))
         except UNREADABLE as error:
-            warnings.append(f"{folder.run}: its records cannot be read: {error!r}")
+            warnings.append(_cannot_be_read(folder, error))
     if asks:
         _ask_accounting(sources)
     by_worker: dict[RunFolder, list[Ledger]] = {}
@@ -162,14 +169,19 @@ def gather(
             )
             of_ranges += _advice_on_ranges(sweep)
         except UNREADABLE as error:
-            warnings.append(f"{sweep.run}: its records cannot be read: {error!r}")
+            warnings.append(_cannot_be_read(sweep, error))
     runs = []
     for source in sources:
         try:
             runs.append(_use(source, by_worker.get(source.folder), reports_of))
         except UNREADABLE as error:
-            warnings.append(f"{source.folder.run}: its records cannot be read: {error!r}")
+            warnings.append(_cannot_be_read(source.folder, error))
     return Efficiency(runs, [*advice_for(run.facts for run in runs), *of_ranges], warnings)
+
+
+def _cannot_be_read(folder: RunFolder, error: BaseException) -> str:
+    words = str(error) if isinstance(error, (MgpuError, OSError)) else f"{type(error).__name__}: {error}"
+    return f"{folder.run}: it is left out, as records in {folder.path} cannot be read: {words}"
 
 
 @dataclass(frozen=True)
@@ -190,10 +202,11 @@ def _use(source: _Source, of_worker: Sequence[Ledger] | None, reports_of: Report
     if of_worker is None:
         stretches = run_times.stretches_of(folder, attempts, reports_of)
         of_worker = ledger.of_run(stretches, failed=run_times.has_failed(state))
-    # a run that was resumed with other resources may have had another number of nodes
+    # a run may have been resumed with other resources
+    had = [asked if each.resources is None else Asked.of(each.resources) for each in attempts]
     ledgers = [
-        one.times(len(each.nodes or range(asked.nodes)) * asked.units_per_node)
-        for one, each in zip(of_worker, attempts, strict=True)
+        one.times(len(each.nodes or range(then.nodes)) * then.units_per_node)
+        for one, each, then in zip(of_worker, attempts, had, strict=True)
     ]
     nodes = read_usage(folder)
     used = resource_use.used(attempts, asked, nodes, resource_use.read_accounted(folder).steps)

@@ -6,7 +6,8 @@ Each moment of an attempt belongs to exactly one part, so that the parts add up 
 - `training`: all other time up to the last report. A script that reports nothing counts as training.
 - `saving`: time for which the training stood for checkpoints.
 - `repeated`: reports at or below the highest progress before, which a resumed run has done again.
-- `failed`: what came to nothing: after the last checkpoint of an attempt that failed or was lost, or of a failed run.
+- `failed`: what came to nothing: after the last checkpoint or report of an attempt that failed or was lost, and all
+  after the last checkpoint of a failed run.
 - `between_trials`: a sweep's worker without a trial.
 - `other`: after the last report of a run that completed.
 """

@@ -48,6 +48,11 @@ class Asked:
         )
 
     @property
+    def shape(self) -> tuple[int | None, ...]:
+        """Return what decides on how much a rank and a node use."""
+        return self.nodes, self.ranks_per_node, self.gpus_per_node, self.cpus_per_task
+
+    @property
     def unit(self) -> str:
         """Return what is allocated, for the ledger: `gpu`, or `core` without GPUs."""
         return "gpu" if self.gpus_per_node else "core"
@@ -73,7 +78,7 @@ class Used:
     seconds: float
     """Of all attempts together."""
     longest: float
-    """Seconds of the longest attempt."""
+    """Seconds of the longest attempt of those that count for all values below: see `used`."""
     cpu: float | None = None
     """CPU seconds of all ranks, in the attempts that were sampled."""
     cores: float | None = None
@@ -102,14 +107,21 @@ class Used:
 def used(
     attempts: Sequence[AttemptTimes], asked: Asked, nodes: Sequence[NodeUsage], accounted: Sequence[AccountedStep]
 ) -> Used:
-    """Return what a run used.
+    """Return what a run used, in the attempts that had the nodes, ranks and GPUs for which it asks now.
 
     Args:
         nodes: what was sampled.
         accounted: what SLURM's accounting says.
     """
-    known = {each.attempt: each for each in attempts}
+    # an earlier attempt may have had other nodes, ranks or GPUs
+    known = {
+        each.attempt: each
+        for each in attempts
+        if each.resources is None or Asked.of(each.resources).shape == asked.shape
+    }
+    jobs = {each.job_id for each in known.values()}
     nodes = [each for each in nodes if each.attempt in known]
+    accounted = [step for step in accounted if step.job_id in jobs]
     # each of an attempt's nodes has a file
     seconds = sum(known[each.attempt].seconds for each in nodes)
     samples = [sample for each in nodes for sample in each.samples]
@@ -122,7 +134,7 @@ def used(
     measured = [each for each in shared if each is not None]
     return Used(
         seconds=sum(each.seconds for each in attempts),
-        longest=max((each.seconds for each in attempts), default=0.0),
+        longest=max((each.seconds for each in known.values()), default=0.0),
         cpu=cpu if nodes else sum(step.cpu for step in accounted) if accounted else None,
         cores=cpu / (seconds * asked.ranks_per_node) if seconds else None,
         cores_high=_high(intervals, asked.ranks_per_node),

@@ -10,10 +10,10 @@ from typing import Any
 
 from mgpu_slurm.core.files import read_jsonl
 from mgpu_slurm.reports.usage.ledger import OPEN, Outcome, Reported, Save, Stretch, TrialRun
-from mgpu_slurm.request.spec import REQUEUE_EXIT_CODE, TERMINATED_EXIT_CODE
+from mgpu_slurm.request.spec import REQUEUE_EXIT_CODE, TERMINATED_EXIT_CODE, Resources
 from mgpu_slurm.run_folder import layout, records, states
 from mgpu_slurm.run_folder.layout import RunFolder
-from mgpu_slurm.run_folder.record_types import Event, RunState
+from mgpu_slurm.run_folder.record_types import Event, RunState, from_known
 from mgpu_slurm.run_folder.usage_records import read_saves
 
 ReportsOf = Callable[[RunFolder], Iterable[tuple[int, "int | None", Reported]]]
@@ -33,6 +33,8 @@ class AttemptTimes:
     outcome: Outcome
     worker: int | None = None
     """The worker of a trial."""
+    resources: Resources | None = None
+    """What was asked for then; None for an attempt of version 0.1, or of a trial."""
 
     @property
     def seconds(self) -> float:
@@ -50,7 +52,7 @@ def attempts_of(folder: RunFolder, state: RunState) -> list[AttemptTimes]:
     Args:
         state: its current state, which shows whether the last one is running.
     """
-    return _attempts(folder, _end_of_last(folder, state), states.is_alive(state.state))
+    return _attempts(folder, _end_of_last(folder, state), state.state in states.MAY_RUN)
 
 
 def trial_attempts(run: RunFolder) -> list[AttemptTimes]:
@@ -60,7 +62,8 @@ def trial_attempts(run: RunFolder) -> list[AttemptTimes]:
 
 def _end_of_last(folder: RunFolder, state: RunState) -> int:
     """Return the end of a run's last attempt, if no event shows it."""
-    if states.is_alive(state.state):
+    # one that waits in the queue again has nothing allocated
+    if state.state in states.MAY_RUN:
         return milliseconds(datetime.now(timezone.utc).isoformat())
     return milliseconds(state.ended or records.last_sign_of_life(folder))
 
@@ -91,9 +94,14 @@ def _attempts(folder: RunFolder, last: int, is_alive: bool) -> list[AttemptTimes
                 max(begin, end),
                 outcome,
                 None if worker is None else int(str(worker)),
+                _resources(start),
             )
         )
     return found
+
+
+def _resources(start: Event) -> Resources | None:
+    return None if start.asked is None else from_known(Resources, start.asked)
 
 
 def _outcome(ended: Event) -> Outcome:

@@ -43,6 +43,28 @@ def test_lines_of_several_ranks_begin_with_the_rank(folder: RunFolder) -> None:
     assert shown(folder, "2", tail=0) == ""
 
 
+def test_progress_bar_is_one_line_however_long(folder: RunFolder) -> None:
+    bar = "".join(f"\r{place}%" for place in range(50_000))
+    folder.rank_log(1, 0).write_text(f"one\ntwo\n{bar}\nthree\u2028\fsame line\n", newline="")
+    assert shown(folder, "0").count("\n") == 4
+    assert shown(folder, "0", tail=2) == "49999%\nthree\u2028\fsame line\n"
+    assert shown(folder, "0", grep="9%") == "49999%\n"
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 7, 100])
+def test_last_lines_are_those_at_the_end(folder: RunFolder, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(log_view, "BLOCK", size)
+    for text in ("", "\n", "a\n", "a", "a\n\n", "\n\nä\nb\n", "first\nsecond\nthird", "x" * 20 + "\ny"):
+        folder.rank_log(1, 0).write_text(text)
+        lines = [f"{line}\n" for line in text.split("\n")]
+        lines = lines[:-1] if text.endswith("\n") or not text else lines
+        for tail in range(4):
+            assert shown(folder, "0", tail=tail) == "".join(lines[len(lines) - min(tail, len(lines)) :])
+        assert shown(folder, "0") == text
+        whole = text.encode()[: log_view.end_of_lines(folder.rank_log(1, 0))]
+        assert whole.decode() == text[: text.rfind("\n") + 1]
+
+
 @pytest.mark.parametrize("ranks", ["", "-1", "1,", "x", "1.5", "-", "2-1"])
 def test_what_is_no_rank_is_named(folder: RunFolder, ranks: str) -> None:
     with pytest.raises(UserError, match=f"^--rank {re.escape(repr(ranks))}: expected a rank"):

@@ -35,7 +35,7 @@ def test_small_terminal_shows_live_runs_and_the_newest_of_the_rest() -> None:
     runs = [RunState(run=f"run-{place}", state="RUNNING" if place in (3, 18) else "COMPLETED") for place in range(20)]
     lines = status_table.overview(runs, os.terminal_size((40, 10))).splitlines()
     assert [line.split()[0] for line in lines[1:-1]] == ["run-0", "run-1", "run-2", "run-3", "run-4", "run-5", "run-18"]
-    assert lines[-1].startswith("and 13 older ones that have ended")
+    assert lines[-1].startswith("and 13 others that have ended")
     assert max(map(len, lines[:-1])) <= 40
     assert len(status_table.overview(runs).splitlines()) == 21
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from datetime import datetime, timezone
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 from mgpu_slurm.core.errors import UserError
 from mgpu_slurm.reports.live import status
 from mgpu_slurm.reports.live.status_choice import Choice
+from mgpu_slurm.run_folder.layout import RunFolder
 from mgpu_slurm.run_folder.record_types import RunState
 from tests.support import Project
 
@@ -65,8 +67,35 @@ def test_runs_are_sorted_by_any_value(key: str, order: str) -> None:
 
 @pytest.mark.parametrize("given", [{"sort": "lost"}, {"sort": "-lost"}, {"filters": ["lost<3"]}])
 def test_value_that_no_run_has_is_an_error(given: dict[str, str]) -> None:
-    with pytest.raises(UserError, match="no run has a column, metric or config value 'lost'"):
-        Choice(**given).of(RUNS)  # type: ignore[arg-type]
+    choice = Choice(**given)  # type: ignore[arg-type]
+    with pytest.raises(UserError, match="no run has a column, metric or config value 'lost'; columns: attempt, name, "):
+        choice.check(RUNS)
+    # as long as nothing was reported, it may be a metric
+    fresh = [RunState(run="new", state="RUNNING")]
+    choice.check(fresh)
+    assert choice.of(fresh) == ([] if choice.filters else fresh)
+
+
+@pytest.mark.parametrize(
+    "given", [{"sort": "-LEFT"}, {"filters": ["state:failed", "top1>1"]}, {"filters": ["ATTEMPT=0"]}]
+)
+def test_value_counts_that_any_run_has_whether_it_is_chosen_or_not(given: dict[str, str]) -> None:
+    Choice(**given).check(RUNS)  # type: ignore[arg-type]
+
+
+def test_named_runs_of_which_none_is_chosen(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "run")
+    found = [(folder, RunState(run="run", state="COMPLETED", metrics={"loss": 1.0}))]
+    for room in (None, os.terminal_size((80, 24))):
+        assert status.lines(found, [folder], room, ["state:failed"]) == ["none of 1 run fulfils --filter"]
+
+
+def test_sweep_has_no_filter(tmp_path: Path) -> None:
+    sweep = RunFolder(tmp_path / "sweep")
+    sweep.create()
+    sweep.sweep.write_text("{}")
+    with pytest.raises(UserError, match="sweep is a sweep: --filter 'loss<1' is for runs; "):
+        status.lines([], [sweep], None, ["loss<1"])
 
 
 def test_runs_are_chosen_by_their_config(project: Project) -> None:
@@ -81,7 +110,8 @@ def test_runs_are_chosen_by_their_config(project: Project) -> None:
     assert (none.returncode, none.stdout) == (0, "none of 3 runs fulfils --filter\n")
     wrong = project.call("status", "--filter", "rl<0.15")
     assert wrong.returncode == 2
-    assert wrong.stderr == "mgpu-slurm: --filter 'rl<0.15': no run has a column, metric or config value 'rl'\n"
+    assert wrong.stderr.startswith("mgpu-slurm: --filter 'rl<0.15': no run has a column, metric or config value 'rl'; ")
+    assert wrong.stderr.endswith("; metrics: loss\n")
 
 
 def test_members_of_a_named_group_are_chosen_and_its_line_stays(tmp_path: Path) -> None:

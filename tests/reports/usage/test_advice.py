@@ -137,14 +137,34 @@ def test_cores_are_advised_where_less_than_half_was_busy_or_waited_for(
 
 
 @pytest.mark.parametrize(
-    ("wait", "words"),
-    [(None, "--profile 10-13"), (0.4, "waited for batches for 40% of a step"), (0.05, "larger batches may help")],
+    ("wait", "kind", "words"),
+    [
+        (None, "gpu", "--profile 10-13"),
+        (0.4, "loader", "waited for batches for 40% of a step"),
+        (0.05, "batch", "larger batches may help"),
+    ],
 )
-def test_idle_gpu_is_named_with_its_likely_cause(wait: float | None, words: str) -> None:
+def test_idle_gpu_is_named_with_its_likely_cause(wait: float | None, kind: str, words: str) -> None:
     (found,) = advice_for([replace(using(gpu=0.2), data_wait=wait)])
-    assert (found.kind, found.flags) == ("gpu", "")
+    assert (found.kind, found.flags) == (kind, "")
     assert found.why.startswith("GPUs computed for 20% of the time")
     assert words in found.why
+
+
+def test_idle_gpus_with_different_causes_are_not_one_advice() -> None:
+    runs = [replace(using(gpu=0.2), run=f"run{place}", data_wait=wait) for place, wait in enumerate((0.6, 0.0, 0.5))]
+    assert [(each.kind, [*each.runs]) for each in advice_for(runs)] == [
+        ("loader", ["run0", "run2"]),
+        ("batch", ["run1"]),
+    ]
+
+
+def test_less_memory_is_not_advised_after_a_run_that_failed_at_once() -> None:
+    run = replace(using(seconds=4.0, mem=GIB // 3, mem_shared=GIB // 3), state="FAILED")
+    assert flags(run) == []
+    assert flags(replace(run, state="COMPLETED"))[0] == "--mem 1G"
+    # one that failed late has shown what it needs
+    assert flags(replace(run, used=replace(run.used, seconds=3 * HOUR))) == ["--mem 1G"]
 
 
 def test_gpu_that_was_hardly_seen_is_no_advice() -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 
 import pytest
 
+from mgpu_slurm.registry import lookup
 from mgpu_slurm.reports.usage import efficiency
 from mgpu_slurm.request.spec import Resources, Spec, Target
 from mgpu_slurm.run_folder import records
@@ -99,6 +102,45 @@ def test_units_are_those_of_the_nodes_of_each_attempt(tmp_path: Path) -> None:
     # three cores on each node
     assert [float(each.ledger.total) for each in run.attempts] == pytest.approx([60, 15], abs=0.01)
     assert run.to_json()["unit"] == "core"
+
+
+def test_units_are_those_for_which_each_attempt_had_asked(tmp_path: Path) -> None:
+    now = datetime.now(timezone.utc)
+    folder = make(RunFolder(tmp_path / "run"), "COMPLETED")
+    folder.attempts.unlink()
+    for attempt, asked in ((1, {"nodes": 1, "gpus_per_node": 8}), (2, {"nodes": 2, "cpus_per_task": 3})):
+        begin, end = ((now + timedelta(seconds=20 * attempt + each)).isoformat() for each in (0, 10))
+        records.record_event(folder, "started", attempt=attempt, nodes=["n1"], time=begin, asked=asked)
+        records.record_event(folder, "ended", attempt=attempt, exit_code=0, time=end)
+    (run,) = efficiency.gather(found(folder)).runs
+    assert [float(each.ledger.total) for each in run.attempts] == pytest.approx([80, 30], abs=0.01)
+
+
+@pytest.mark.parametrize(("state", "seconds"), [("RUNNING", 3600), ("PENDING", 10), ("REQUEUED", 10)])
+def test_time_in_the_queue_is_not_allocated(state: str, seconds: float, tmp_path: Path) -> None:
+    folder = make(RunFolder(tmp_path / "run"), state)
+    folder.attempts.unlink()
+    begun = datetime.now(timezone.utc) - timedelta(hours=1)
+    records.record_event(folder, "started", attempt=1, nodes=["n1"], time=begun.isoformat())
+    # nobody has recorded its end
+    last = (begun + timedelta(seconds=10)).timestamp()
+    for path in (folder.state, *folder.logs.glob("*")):
+        os.utime(path, (last, last))
+    (run,) = efficiency.gather([(folder, replace(records.read_state(folder), ended=None))]).runs
+    assert run.facts.used.seconds == pytest.approx(seconds, abs=60 if state == "RUNNING" else 1)
+
+
+def test_workers_of_a_confirmed_sweep_count_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sweep, confirmation = RunFolder(tmp_path / "s"), RunFolder(tmp_path / "s-confirm")
+    worker = make(sweep.of_task(0), "COMPLETED", executor="local")
+    confirmation.create()
+    confirmation.tasks.symlink_to(Path("..", "s", "tasks"))
+    again = confirmation.of_task(0)
+    monkeypatch.setattr(lookup, "all_states", lambda note: found(worker, again))
+    assert [folder.run for folder, _ in efficiency.chosen([])] == ["s/0"]
+    monkeypatch.setattr(lookup, "all_states", lambda note: found(again))
+    # its sweep was deleted, or is not among the newest
+    assert [folder.run for folder, _ in efficiency.chosen([])] == ["s-confirm/0"]
 
 
 def test_run_that_cannot_be_read_costs_no_other(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
@@ -105,6 +106,18 @@ def test_memory_is_that_of_the_fullest_node_in_any_attempt() -> None:
     found = used(attempts, ASKED, [*nodes, node(sample(1, peak=1), name="n3")], [])
     # it is not known of the third one
     assert (found.mem, found.mem_shared) == (70, None)
+
+
+def test_attempts_with_other_ranks_or_gpus_do_not_count() -> None:
+    first = replace(attempt(1, 0, 1000), resources=Resources(gpus_per_node=8, cpus_per_task=4))
+    second = replace(attempt(2, 2000, 2100, job="8"), resources=Resources(gpus_per_node=2, cpus_per_task=4, mem="9G"))
+    nodes = [node(sample(1, peak=800), number=1), node(sample(1, peak=200), number=2)]
+    steps = [AccountedStep("7", at(0), 10, 30.0, 900), AccountedStep("8", at(2000), 10, 30.0, 150)]
+    found = used([first, second], ASKED, nodes, steps)
+    assert (found.seconds, found.longest, found.mem) == (1100, 100, 200)
+    # nothing is known of a run that was resumed with another request, and waits
+    found = used([first], ASKED, nodes, steps)
+    assert (found.seconds, found.longest, found.mem, found.cpu) == (1000, 0, None, None)
 
 
 def test_larger_memory_of_samples_and_accounting_counts() -> None:
