@@ -153,9 +153,7 @@ def export(name: str, form: str, checkpoint: str | None, which: str | None, outp
         return
     for option, value in (("--checkpoint", checkpoint), ("--object", which)):
         if value is not None:
-            raise UserError(
-                f"{option} {value}: only weights are of a checkpoint: remove it, or use --to safetensors or onnx"
-            )
+            raise UserError(f"{option} {value}: it only applies to weights: remove it, or use --to safetensors or onnx")
     if form in TABLES:
         _export_table(name, form, output, as_json)
     elif form.partition("=")[0] in TRACKERS:
@@ -194,7 +192,8 @@ def _export_onnx(name: str, checkpoint: str | None, which: str | None, output: P
         print_json({"file": str(output.absolute()), **found})
         return
     shapes = ", ".join("x".join(map(str, shape)) for shape in found["inputs"])
-    print(f"written   {output}: {found['object']}, {human_size(found['bytes'])}, inputs as {shapes}")
+    only = " and no other number of samples" if found["is_fixed"] else ""
+    print(f"written   {output}: {found['object']}, {human_size(found['bytes'])}, inputs as {shapes}{only}")
     print(f"          of {found['checkpoint']}; ONNX Runtime computes the same within {found['difference']:.1g}")
 
 
@@ -232,11 +231,15 @@ def _export_to_tracker(name: str, form: str, as_json: bool) -> None:
 
     runs = _own_runs(name)
     alive = {
-        folder for folder, state in current_state.current([run.group for run in runs]) if states.is_alive(state.state)
+        folder
+        for folder, state in current_state.current(dict.fromkeys(run.group for run in runs))
+        if states.is_alive(state.state)
     }
     groups = {folder.group for folder in alive}
     # a trial may continue as long as any worker of its sweep runs
     ended = [run not in alive if run.task is not None or run.group == run else run.group not in groups for run in runs]
+    if not runs:
+        raise UserError(f"{name}: no trial has begun: there is nothing to send")
     found = []
     for each in past_runs.send(list(zip(runs, ended, strict=True)), form, Path.cwd()):
         found.append(each)

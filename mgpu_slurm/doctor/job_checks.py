@@ -87,7 +87,14 @@ def _submit(flags: Mapping[str, object], executor: str, cluster: str | None, not
     # the job is part of this package and needs no files from the current folder, which may be a home folder
     with tempfile.TemporaryDirectory(prefix="mgpu-") as nothing:
         request = Request(
-            target=TARGET, flags=asked, executor=executor, cluster=cluster, name="doctor", project=Path(nothing)
+            target=TARGET,
+            flags=asked,
+            executor=executor,
+            cluster=cluster,
+            name="doctor",
+            project=Path(nothing),
+            # those of the cluster file are for trainings
+            sinks=("none",),
         )
         return submitting.submit(request, note)
 

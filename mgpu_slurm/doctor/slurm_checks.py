@@ -275,7 +275,7 @@ def _taken(name: str | None, cwd: Path, note: Note, is_meant: bool) -> Finding:
         is_meant: Whether it is the default cluster; others may belong to another site.
     """
     what = f"cluster {name!r}" if name else "a job without a cluster file"
-    request = Request(command=("true",), executor="slurm", cluster=name, project=cwd, name="doctor")
+    request = Request(command=("true",), executor="slurm", cluster=name, project=cwd, name="doctor", sinks=("none",))
     try:
         made = plan.make(request, cwd, layout.runs_root(), note)
         start = slurm_queue.check(made.spec, made.folder)

@@ -73,6 +73,11 @@ class RunFolder:
         return self.path.parent.name == SEEDS and self.path.parent.parent.parent.name == TRIALS
 
     @property
+    def is_trial(self) -> bool:
+        """Whether it is a trial of a sweep, or the run of one with one of several seeds."""
+        return self._is_seed or (self.path.parent.name == TRIALS and self.task is None)
+
+    @property
     def seeds(self) -> Path:
         return self.path / SEEDS
 
@@ -105,7 +110,7 @@ class RunFolder:
 
     @property
     def trials_lock(self) -> Path:
-        """Held while a trial is taken away from a worker."""
+        """Held while a trial is given to a worker or taken away from it."""
         return self.group.path / "trials.lock"
 
     @property

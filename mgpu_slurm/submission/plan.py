@@ -178,7 +178,9 @@ def make(request: Request, cwd: Path, runs: Path, note: Note = quiet) -> Plan:
     limit = resolved.time_limit
     target, root = _target(request, file.job, cwd)
     root = request.project or root
-    sinks = destinations.resolve(request.sinks or chosen.sinks, cwd, root.name)
+    # the first steps of a job are no training that anybody would look for
+    named = (destinations.NONE,) if request.measurement is not None else request.sinks or chosen.sinks
+    sinks = destinations.resolve(named, cwd, root.name)
     destinations.check_shared(sinks, executor.is_this_machine)
     signal, lead = announcement(request.restart.signal or _site_signal(chosen, limit), limit, executor.is_queued)
     tasks, at_once = _tasks(request, executor)
@@ -204,8 +206,7 @@ def make(request: Request, cwd: Path, runs: Path, note: Note = quiet) -> Plan:
         stage_to=chosen.stage_to,
         # a sweep's workers end at any time
         notify=None if request.workers is not None else request.notify or file.notify,
-        # the first steps of a job are no training that anybody would look for
-        sinks=() if request.measurement is not None else tuple(map(str, sinks)),
+        sinks=tuple(map(str, sinks)),
         measurement=request.measurement,
         cluster=chosen.name or None,
         setup=tuple(chosen.setup),

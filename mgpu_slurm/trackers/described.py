@@ -11,7 +11,7 @@ from mgpu_slurm.request.config import Config
 from mgpu_slurm.request.flat_config import flattened, identity
 from mgpu_slurm.request.spec import Spec
 from mgpu_slurm.run_folder import records, states
-from mgpu_slurm.run_folder.layout import TRIALS, RunFolder
+from mgpu_slurm.run_folder.layout import RunFolder
 from mgpu_slurm.trackers.tracker import Status, TrackedRun
 
 _FAILED = (states.FAILED, states.OUT_OF_MEMORY, states.NODE_FAIL)
@@ -37,11 +37,6 @@ class Standing:
         return {"mgpu.state": self.state, "mgpu.attempts": str(self.attempts)}
 
 
-def is_trial(folder: RunFolder) -> bool:
-    """Return whether a folder is that of a trial, or of its run with one of several seeds."""
-    return TRIALS in folder.run.split("/")
-
-
 def describe(folder: RunFolder, spec: Spec) -> TrackedRun:
     """Return what trackers are told of a run.
 
@@ -60,7 +55,7 @@ def describe(folder: RunFolder, spec: Spec) -> TrackedRun:
         folder=folder.path,
         started=records.read_state(folder).started or spec.submitted,
         group=None if folder.group == folder else folder.group.run,
-        is_trial=is_trial(folder),
+        is_trial=folder.is_trial,
         config=config,
         tags={"mgpu.target": target},
         commit=environment.get("commit"),
@@ -71,7 +66,7 @@ def _own_config(folder: RunFolder) -> Config:
     """Return the values of a trial, or of a run whose defaults were not known when it was submitted."""
     if folder.config.exists():
         return flattened(configs.read_yaml(folder.config))
-    return flattened(read_json(folder.parameters) or {}) if is_trial(folder) else {}
+    return flattened(read_json(folder.parameters) or {}) if folder.is_trial else {}
 
 
 def standing(folder: RunFolder, is_job_over: bool) -> Standing:
@@ -80,10 +75,11 @@ def standing(folder: RunFolder, is_job_over: bool) -> Standing:
     Args:
         is_job_over: whether its job, or that of its worker, has ended.
     """
-    if is_trial(folder):
+    if folder.is_trial:
         return _standing_of_trial(folder, is_job_over)
     state = records.read_state(folder)
     status: Status = "running"
+    word = state.state
     if state.state == states.COMPLETED:
         status = "completed"
     elif state.state in _FAILED:
@@ -93,14 +89,15 @@ def standing(folder: RunFolder, is_job_over: bool) -> Standing:
     elif is_job_over:
         # SLURM ends a job without a word in the state
         status = "waiting" if state.state in _WAITING else "stopped"
-    return Standing(status, state.state, status == "completed", state.ended, records.attempts_started(folder))
+        word = state.state if status == "waiting" else "STOPPED"
+    return Standing(status, word, status == "completed", state.ended, records.attempts_started(folder))
 
 
 def _standing_of_trial(folder: RunFolder, is_job_over: bool) -> Standing:
     attempts = records.attempts_started(folder)
     # the run of a trial with one of its seeds ends with the trial at the latest
     for each in dict.fromkeys((folder, RunFolder(folder.path.parent.parent))):
-        for outcome in (each.result, each.failure) if is_trial(each) else ():
+        for outcome in (each.result, each.failure) if each.is_trial else ():
             found = read_json(outcome)
             if found is not None:
                 state = str(found.get("state", states.UNKNOWN))

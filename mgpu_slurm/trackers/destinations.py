@@ -19,6 +19,7 @@ NONE = "none"
 """As the only sink of a call: no tracker, whatever the cluster file has."""
 
 _SQLITE = re.compile(r"sqlite(\+\w+)?:///(?P<file>.+)")
+_MLFLOW_SCHEMES = ("http", "https", "postgresql", "mysql", "mssql")
 _MLFLOW_EXAMPLE = "such as mlflow=http://HOST:5000, or mlflow=sqlite:///mlflow.db on this machine"
 
 
@@ -61,7 +62,7 @@ def resolve(texts: Iterable[str], cwd: Path, project: str) -> tuple[Destination,
     found = tuple(_resolved(text, cwd, project) for text in texts)
     for tracker in TRACKERS:
         if sum(each.tracker == tracker for each in found) > 1:
-            raise UserError(f"--sink {tracker}: given twice: name one place")
+            raise UserError(f"{tracker}: given twice: name one place")
     return found
 
 
@@ -94,38 +95,47 @@ def _resolved(text: str, cwd: Path, project: str) -> Destination:
 
 def _check_installed(tracker: str) -> None:
     if importlib.util.find_spec(tracker) is None:
-        raise UserError(f"--sink {tracker}: not installed: pip install 'mgpu-slurm[{tracker}]'")
+        raise UserError(f"{tracker}: not installed: pip install 'mgpu-slurm[{tracker}]'")
 
 
 def _wandb_project(place: str, project: str) -> str:
-    if os.environ.get("WANDB_MODE") == "disabled":
-        raise UserError("--sink wandb: WANDB_MODE is disabled: unset it, or leave the sink out")
+    if os.environ.get("WANDB_MODE") == "disabled" or os.environ.get("WANDB_DISABLED", "").lower() in ("true", "1"):
+        raise UserError("wandb: WANDB_MODE is disabled: unset it and WANDB_DISABLED, or name no wandb")
     place = place or os.environ.get("WANDB_PROJECT") or project
     entity = os.environ.get("WANDB_ENTITY")
     if not re.fullmatch(r"([^/\\#?%:]+/)?[^/\\#?%:]+", place):
-        raise UserError(f"--sink wandb={place}: expected PROJECT or ENTITY/PROJECT, without any of \\ # ? % :")
+        raise UserError(f"wandb={place}: expected PROJECT or ENTITY/PROJECT, without any of \\ # ? % :")
     return f"{entity}/{place}" if entity and "/" not in place else place
 
 
 def _mlflow_place(place: str, cwd: Path, project: str) -> str:
     uri, _, experiment = (place or os.environ.get("MLFLOW_TRACKING_URI") or "").partition("#")
     if not uri:
-        raise UserError(f"--sink mlflow: no URI, and MLFLOW_TRACKING_URI is not set: name one, {_MLFLOW_EXAMPLE}")
+        raise UserError(f"mlflow: no URI, and MLFLOW_TRACKING_URI is not set: name one, {_MLFLOW_EXAMPLE}")
     experiment = experiment or os.environ.get("MLFLOW_EXPERIMENT_NAME") or project
-    scheme, _, rest = uri.partition(":")
-    if not rest and uri != "databricks":
-        raise UserError(f"--sink mlflow={uri}: expected a URI, {_MLFLOW_EXAMPLE}")
-    if scheme == "file":
-        raise UserError(f"--sink mlflow={uri}: MLflow has given folders up: name a database, {_MLFLOW_EXAMPLE}")
+    if uri.startswith("file:") or "/" in uri.partition(":")[0]:
+        raise UserError(f"mlflow={uri}: MLflow no longer accepts folders: name a database, {_MLFLOW_EXAMPLE}")
+    if not _is_mlflow_uri(uri):
+        raise UserError(f"mlflow={uri}: expected the URI of a server or database, {_MLFLOW_EXAMPLE}")
     if (sqlite := _SQLITE.fullmatch(uri)) is not None:
         # without the fourth slash, the path is relative
         path = cwd / Path(sqlite["file"]).expanduser()
         if not path.parent.is_dir():
-            raise UserError(f"--sink mlflow={uri}: there is no folder {str(path.parent)!r}: create it")
+            raise UserError(f"mlflow={uri}: there is no folder {str(path.parent)!r}: create it")
         uri = f"{uri[: sqlite.start('file')]}{os.path.normpath(path)}"
     elif urlsplit(uri).password is not None:
         raise UserError(
-            "--sink mlflow: the URI has a password, which the run's files would show: set MLFLOW_TRACKING_USERNAME and"
+            "mlflow: the URI has a password, which the run's files would show: set MLFLOW_TRACKING_USERNAME and"
             " MLFLOW_TRACKING_PASSWORD, or the database's own variable such as PGPASSWORD, and leave it out"
         )
     return f"{uri}#{experiment}"
+
+
+def _is_mlflow_uri(uri: str) -> bool:
+    if _SQLITE.fullmatch(uri) or re.fullmatch(r"databricks(://\w+)?", uri):
+        return True
+    try:
+        parts = urlsplit(uri)
+    except ValueError:
+        return False
+    return parts.scheme.partition("+")[0] in _MLFLOW_SCHEMES and bool(parts.hostname)

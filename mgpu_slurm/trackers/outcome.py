@@ -128,7 +128,8 @@ def lines_of_several(group: RunFolder, runs: Sequence[RunFolder], sinks: Sequenc
         thing: what a run is, such as `trial`.
     """
     found = []
-    for sink in sinks:
+    runs = [run for run in runs if _has_started(run)]
+    for sink in sinks if runs else ():
         complete = sum(has_all(run, [sink]) for run in runs)
         more = "" if complete == len(runs) else f"; send all: {_export(group, sink)}"
         found.append(f"{_tracker(sink):<9} has {complete} of {counted(len(runs), thing)}{more}")

@@ -64,8 +64,9 @@ def send(runs: Sequence[tuple[RunFolder, bool]], text: str, cwd: Path) -> Iterat
     Raises:
         UserError: see `destination_of`.
     """
+    specs: dict[RunFolder, Spec] = {}
     for folder, has_ended in runs:
-        spec = read_spec(folder.group)
+        spec = specs.get(folder.group) or specs.setdefault(folder.group, read_spec(folder.group))
         destination = destination_of(text, spec, cwd)
         sender = Sender(folder, spec, [destination])
         try:
@@ -75,5 +76,7 @@ def send(runs: Sequence[tuple[RunFolder, bool]], text: str, cwd: Path) -> Iterat
             sender.look(has_ended, everything=has_ended)
             (link,) = sender.links
             yield Exported(folder.run, link.sent, link.new)
+        except OSError as error:
+            yield Exported(folder.run, Sent(str(destination), problem=str(error)), 0)
         finally:
             sender.close()

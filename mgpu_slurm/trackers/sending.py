@@ -54,6 +54,8 @@ class Link:
         self.sent = before or Sent(str(destination))
         self.new = 0
         """The number of reports that this process has sent."""
+        self._told: tuple[int, int] | None = None
+        """The last attempt and the number of reports when this process has told the tracker of the end."""
 
     def pass_on(self, due: Sequence[Report], at_end: Standing | None, waits: bool) -> None:
         """Send what the tracker lacks of these reports, the first of the run. An error is recorded; a later call tries
@@ -65,12 +67,16 @@ class Link:
         """
         if waits and time.monotonic() < self._next_try:
             return
+        if at_end is not None and self._told == (at_end.attempts, len(due)):
+            # another tracker of the run has failed
+            return
         try:
             self._send(due)
             if at_end is not None:
                 assert self._tracker is not None
                 self._tracker.finish(at_end.status, at_end.tags, at_end.ended)
                 self._tracker = None
+                self._told = at_end.attempts, len(due)
                 self.sent = self.sent.changed(ended=records.now(), attempt=at_end.attempts)
             self.sent, self._pause = self.sent.changed(problem=""), FIRST_PAUSE
         except Exception as error:
@@ -125,11 +131,15 @@ class Sender:
 
         Args:
             everything: send also what a later attempt may take back.
+
+        Raises:
+            OSError: the run's folder cannot be read or locked.
         """
         if not self.is_mine():
             return False
-        self._reports.read()
+        # before its reports, of which the last is there when it has ended
         stands = standing(self._folder, is_job_over)
+        self._reports.read()
         is_last = is_job_over or stands.is_final
         due = self._reports.standing if everything or stands.is_final else self._reports.settled()
         if not is_last and not self._is_described():
@@ -150,12 +160,16 @@ class Sender:
         return self._spec.config_base is None and self._spec.kind == "run"
 
     def is_mine(self) -> bool:
-        """Return whether this process is the one that sends, which it then is until `close`."""
+        """Return whether this process is the one that sends, which it then is until `close`.
+
+        Raises:
+            OSError: the run's folder cannot be read or locked.
+        """
         if self._lock is None:
-            with suppress(OSError):
-                self._lock = files.hold_if_free(lock_of(self._folder))
-            if self._lock is None:
-                return False
+            self._lock = files.hold_if_free(lock_of(self._folder))
+        if self._lock is None:
+            return False
+        if not self.links:
             before = {sent.destination: sent for sent in read_sent(self._folder)}
             self.links = [Link(self._folder, self._spec, each, before.get(str(each))) for each in self._destinations]
         return True

@@ -65,10 +65,13 @@ def _report_of(line: bytes) -> Report | None:
     try:
         values = json.loads(line)
         report = from_known(Report, {"attempt": 1, **values})
-        numbers = (int(report.progress), int(report.step), int(report.attempt), *map(float, report.values.values()))
-        return report if numbers else None
-    except (ValueError, TypeError, AttributeError):
+        for number in (report.progress, report.step, report.attempt):
+            int(number)
+        for value in report.values.values():
+            float(value)
+    except (ValueError, TypeError, AttributeError, OverflowError):
         return None
+    return report
 
 
 def _progress_in(checkpoint: Path) -> int | None:

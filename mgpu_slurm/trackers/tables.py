@@ -13,7 +13,8 @@ from typing import Any, TextIO
 
 from mgpu_slurm.core.errors import UserError
 from mgpu_slurm.core.files import sync_folder
-from mgpu_slurm.request.spec import read_spec
+from mgpu_slurm.core.formatting import counted
+from mgpu_slurm.request.spec import Spec, read_spec
 from mgpu_slurm.run_folder.layout import RunFolder
 from mgpu_slurm.run_folder.record_types import Report
 from mgpu_slurm.trackers.described import describe
@@ -67,9 +68,11 @@ def print_csv(runs: Sequence[RunFolder], file: TextIO) -> None:
 
 
 def _read(runs: Sequence[RunFolder]) -> list[Rows]:
-    found = [rows for run in runs if (rows := _rows_of(run)).reports]
+    specs = {group: read_spec(group) for group in dict.fromkeys(run.group for run in runs)}
+    found = [rows for run in runs if (rows := _rows_of(run, specs[run.group])).reports]
     if not found:
-        raise UserError(f"nothing was reported yet by {', '.join(run.run for run in runs) or 'any of its runs'}")
+        more = f" and {counted(len(runs) - 1, 'other run')}" if len(runs) > 1 else ""
+        raise UserError(f"nothing was reported yet by {runs[0].run if runs else 'any of its runs'}{more}")
     return found
 
 
@@ -80,10 +83,10 @@ def _check_is_new(file: Path) -> None:
         raise UserError(f"{str(file.parent)!r} is no folder: create it first")
 
 
-def _rows_of(run: RunFolder) -> Rows:
+def _rows_of(run: RunFolder, spec: Spec) -> Rows:
     reports = Reports(run)
     reports.read()
-    return Rows(run.run, dict(describe(run, read_spec(run.group)).config), reports.standing)
+    return Rows(run.run, dict(describe(run, spec).config), reports.standing)
 
 
 def _names(runs: Sequence[Rows]) -> tuple[list[str], list[str]]:

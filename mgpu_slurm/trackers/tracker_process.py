@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Iterator
 from contextlib import suppress
@@ -28,6 +29,9 @@ from mgpu_slurm.trackers.sending import Sender
 FIRST_LOOK, LOOK_EVERY, LOOK_AT_TRIALS_EVERY = 1.0, 5.0, 30.0
 """Seconds until the first look at the run, and between two; there may be thousands of trials."""
 
+LAST_PAUSES = (1.0, 2.0, 4.0, 0.0)
+"""Seconds after each look at the end of the job, as long as something was not sent."""
+
 
 def main(folder: RunFolder) -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGALRM})
@@ -42,11 +46,14 @@ def main(folder: RunFolder) -> None:
     senders = Senders(folder, spec)
     pause = FIRST_LOOK
     # a run that was deleted needs no sender
-    while folder.spec.exists():
-        is_last = is_over.wait(pause)
-        senders.look(is_last)
-        if is_last:
+    while os.path.exists(folder.spec):
+        if is_over.wait(pause):
+            for pause in LAST_PAUSES:
+                if senders.look(is_job_over=True):
+                    return
+                time.sleep(pause)
             return
+        senders.look(is_job_over=False)
         pause = LOOK_EVERY if spec.kind == "run" else LOOK_AT_TRIALS_EVERY
 
 
@@ -79,14 +86,20 @@ class Senders:
         self._done: set[Path] = set()
         """The folders of trials, or of their runs with several seeds, of which everything was sent."""
 
-    def look(self, is_job_over: bool) -> None:
-        """Send what is settled now."""
-        for run in self._runs():
+    def look(self, is_job_over: bool) -> bool:
+        """Send what is settled now; return whether that was everything."""
+        try:
+            # such as a disk that fails for a moment
+            runs = list(self._runs())
+        except Exception:
+            traceback.print_exc()
+            return False
+        for run in runs:
             try:
                 self._look_at(run, is_job_over)
             except Exception:
-                # such as a disk that fails for a moment
                 traceback.print_exc()
+        return all(run.path in self._done for run in runs)
 
     def _look_at(self, run: RunFolder, is_job_over: bool) -> None:
         if run.path not in self._senders:

@@ -60,6 +60,14 @@ def test_a_tracker_that_is_switched_off_is_refused(monkeypatch: pytest.MonkeyPat
         resolved("wandb")
 
 
+@pytest.mark.parametrize(
+    "uri", ["localhost:5000", "foo:bar", "http//host:5000", "http://", "sqlite://", "sqlite:///", "http://[abc", "runs"]
+)
+def test_what_mlflow_cannot_reach_is_refused(uri: str) -> None:
+    with pytest.raises(UserError, match=r"^mlflow=.*such as mlflow=http://HOST:5000"):
+        resolved(f"mlflow={uri}")
+
+
 def test_none_means_no_tracker() -> None:
     assert resolve(["none"], Path("/work"), "vision") == ()
     with pytest.raises(UserError, match=r"--sink none: expected"):
@@ -74,7 +82,7 @@ def test_a_library_that_is_missing_is_named_with_its_installation(
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == tracker else find(name))
     with pytest.raises(UserError) as refused:
         resolve([f"{tracker}=http://host"], Path("/work"), "vision")
-    assert str(refused.value) == f"--sink {tracker}: not installed: pip install 'mgpu-slurm[{tracker}]'"
+    assert str(refused.value) == f"{tracker}: not installed: pip install 'mgpu-slurm[{tracker}]'"
 
 
 def test_sqlite_is_for_runs_of_this_machine() -> None:

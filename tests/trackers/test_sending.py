@@ -18,10 +18,11 @@ from mgpu_slurm.run_folder import records
 from mgpu_slurm.run_folder.layout import RunFolder
 from mgpu_slurm.run_folder.record_types import Report
 from mgpu_slurm.trackers import outcome, sending
+from mgpu_slurm.trackers.adapters.mlflow_tracker import _keys
 from mgpu_slurm.trackers.destinations import Destination
-from mgpu_slurm.trackers.outcome import read_sent
+from mgpu_slurm.trackers.outcome import Sent, read_sent
 from mgpu_slurm.trackers.sending import Sender, lock_of
-from mgpu_slurm.trackers.tracker import Status, TrackedRun, Tracker
+from mgpu_slurm.trackers.tracker import PROGRESS, Status, TrackedRun, Tracker
 from tests.support import REPOSITORY
 from tests.trackers.run_files import add, make_run, report, save
 
@@ -188,6 +189,66 @@ def test_a_damaged_record_is_replaced(run: RunFolder, memory: type[Memory], cont
     sender(run).look(is_job_over=False)
     assert progress(memory) == [1, 2, 3]
     assert [sent.reports for sent in read_sent(run)] == [3]
+
+
+def test_a_folder_that_cannot_be_read_for_a_moment(
+    run: RunFolder, memory: type[Memory], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stale(folder: RunFolder) -> list[Sent]:
+        raise OSError(116, "Stale file handle")
+
+    one = sender(run)
+    with monkeypatch.context() as patch:
+        patch.setattr(sending, "read_sent", stale)
+        with pytest.raises(OSError, match="Stale file handle"):
+            one.look(is_job_over=False)
+    assert not one.look(is_job_over=False)
+    assert progress(memory) == [1, 2, 3]
+
+
+def test_a_tracker_is_told_of_the_end_once_while_another_one_fails(
+    run: RunFolder, memory: type[Memory], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def connect(destination: Destination, described: TrackedRun) -> Tracker:
+        if destination.tracker == "wandb":
+            raise ConnectionError("it is down")
+        return Memory(destination, described)
+
+    monkeypatch.setattr(sending, "connect", connect)
+    records.update_state(run, state="FAILED")
+    one = Sender(run, read_spec(run), [Destination.parse(SINK), Destination.parse("wandb=project")])
+    for _ in range(3):
+        assert not one.look(is_job_over=True)
+    assert [status for status, _ in memory.told] == ["failed"]
+    assert len(memory.runs) == 1
+    assert one.problems == ["wandb=project: ConnectionError: it is down"]
+
+
+def test_a_run_that_is_called_trials_is_no_trial(tmp_path: Path, memory: type[Memory]) -> None:
+    run = make_run(tmp_path / "trials", [SINK])
+    add(run, report(1), report(2))
+    records.update_state(run, state="FAILED")
+    sender(run).look(is_job_over=True)
+    assert progress(memory) == []
+    assert [status for status, _ in memory.told] == ["failed"]
+    assert not memory.runs[0].is_trial
+
+
+def test_a_run_that_slurm_has_ended_without_a_word_is_stopped(run: RunFolder, memory: type[Memory]) -> None:
+    sender(run).look(is_job_over=True)
+    assert memory.told == [("stopped", {"mgpu.state": "STOPPED", "mgpu.attempts": "1"})]
+
+
+def test_names_become_those_that_mlflow_takes() -> None:
+    from mlflow.utils.validation import _validate_metric_name, _validate_param_name
+
+    names = ["loss", "train//loss", "/loss", "loss/", "./loss", "../loss", "a@b", "a#b", "", "..", "mgpu/progress", "é"]
+    keys = _keys(names)
+    assert keys["loss"] == "loss"
+    assert len({*keys.values(), PROGRESS}) == len(names) + 1
+    for key in keys.values():
+        _validate_metric_name(key)
+        _validate_param_name(key)
 
 
 def test_one_process_sends_a_run(run: RunFolder, memory: type[Memory]) -> None:

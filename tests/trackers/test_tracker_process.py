@@ -68,8 +68,8 @@ def test_it_is_apart_from_the_job_and_ends_with_it(run: RunFolder) -> None:
 
 def test_one_that_was_killed_is_started_again_for_the_rest(run: RunFolder) -> None:
     tracker = TrackerProcess(run, read_spec(run))
-    (pid,) = alive(run)
-    os.kill(pid, signal.SIGKILL)
+    wait_until(lambda: len(alive(run)) == 1)
+    os.kill(alive(run)[0], signal.SIGKILL)
     wait_until(lambda: not alive(run))
     records.update_state(run, state="COMPLETED")
     tracker.end(patience=60)

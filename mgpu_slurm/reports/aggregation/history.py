@@ -89,17 +89,12 @@ def _event_files(folders: list[Path]) -> dict[Path, list[EventFile]]:
 
 
 def _states(folders: list[RunFolder], note: Note) -> dict[RunFolder, str]:
-    trials = {folder: _state_of_trial(folder) for folder in folders if is_trial(folder)}
+    trials = {folder: _state_of_trial(folder) for folder in folders if folder.is_trial}
     # whole groups, so that their history is read once
     groups = dict.fromkeys(folder.group for folder in folders if folder not in trials)
     if not groups:
         return trials
     return trials | {folder: state.state for folder, state in current_state.current(groups, note)}
-
-
-def is_trial(folder: RunFolder) -> bool:
-    """Return whether a run is a trial of a sweep, or the run of one with one of several seeds."""
-    return TRIALS in folder.run.split("/")
 
 
 def _state_of_trial(folder: RunFolder) -> str:
@@ -134,7 +129,7 @@ def identity_of(folder: RunFolder, spec: Spec) -> tuple[str, dict[str, Any]]:
         spec: of a trial, that of its sweep.
     """
     target, config = identity(spec)
-    if is_trial(folder):
+    if folder.is_trial:
         config |= config_of_trial(folder)
     elif spec.config_base is not None and folder.config.exists():
         config |= flattened(configs.read_yaml(folder.config))

@@ -13,7 +13,7 @@ from mgpu_slurm.core.retry import Note, quiet
 from mgpu_slurm.registry import lookup, sweep_state
 from mgpu_slurm.registry.current_state import current
 from mgpu_slurm.reports import attempts
-from mgpu_slurm.reports.aggregation import history, run_sources
+from mgpu_slurm.reports.aggregation import run_sources
 from mgpu_slurm.reports.aggregation.run_sources import Source
 from mgpu_slurm.reports.aggregation.statistics import is_minimized
 from mgpu_slurm.reports.facts import series
@@ -118,13 +118,13 @@ def _without_repetitions(found: Sequence[Source]) -> list[Source]:
     confirmations = [sweep_state.confirmation_folder(sweep) for sweep in sweeps]
 
     def is_shown(own: RunFolder | None) -> bool:
-        return own is not None and (own in confirmations or (history.is_trial(own) and own.group in sweeps))
+        return own is not None and (own in confirmations or (own.is_trial and own.group in sweeps))
 
     return [source for source in found if not is_shown(source.own)]
 
 
 def _is_trial(source: Source) -> bool:
-    return source.own is not None and history.is_trial(source.own)
+    return source.own is not None and source.own.is_trial
 
 
 def _title(words: Sequence[str], found: Sequence[Source]) -> str:

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import datetime
-from itertools import islice
+from itertools import chain, count, islice
 from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
@@ -86,7 +86,8 @@ class MlflowTracker(Tracker):
         from mlflow.entities import Param
         from mlflow.exceptions import MlflowException
 
-        config = {_key(name): str(value)[:_LONGEST_VALUE] for name, value in self._run.config.items()}
+        keys = _keys(self._run.config)
+        config = {keys[name]: str(value)[:_LONGEST_VALUE] for name, value in self._run.config.items()}
         new = [Param(name, value) for name, value in config.items() if name not in self._found.data.params]
         try:
             for some in _batches(new, PARAMS_PER_CALL):
@@ -137,14 +138,22 @@ def _metrics(report: Report) -> list[Any]:
     """Return the values of a report as MLflow's, the progress last."""
     from mlflow.entities import Metric
 
-    time = _milliseconds(report.time)
-    values = [*report.values.items(), (PROGRESS, float(report.progress))]
-    return [Metric(_key(name), value, time, report.step) for name, value in values]
+    time, keys = _milliseconds(report.time), _keys(report.values)
+    values = [(keys[name], value) for name, value in report.values.items()]
+    return [Metric(key, value, time, report.step) for key, value in (*values, (PROGRESS, float(report.progress)))]
 
 
-def _key(name: str) -> str:
-    """Return a name in the characters that MLflow takes."""
-    return re.sub(r"[^\w\-. :/]", "_", name)[:_LONGEST_KEY]
+def _keys(names: Iterable[str]) -> dict[str, str]:
+    """Return for each name one that MLflow takes: a relative path of few characters, in which no two are the same."""
+    found: dict[str, str] = {}
+    taken = {PROGRESS}
+    for name in names:
+        plain = re.sub(r"[^\w\-. :/]", "_", name)[:_LONGEST_KEY]
+        path = "/".join(part for part in plain.split("/") if part.strip(".")) or "_"
+        key = next(each for each in chain([path], (f"{path}_{n}" for n in count(2))) if each not in taken)
+        taken.add(key)
+        found[name] = key
+    return found
 
 
 def _milliseconds(time: str) -> int:

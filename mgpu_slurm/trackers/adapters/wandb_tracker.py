@@ -52,7 +52,7 @@ class WandbTracker(Tracker):
         self._run = run
         self._session: Any = None
         self._file: WandbFile | None = None
-        self._offline = wandb.setup().settings.mode == "offline"
+        self._offline = wandb.setup().settings.mode in ("offline", "dryrun")
         self._last = self._last_step()
 
     @property
@@ -84,14 +84,14 @@ class WandbTracker(Tracker):
                 name=run.name,
                 group=run.group,
                 job_type="trial" if run.is_trial else None,
-                config=dict(run.config),
+                config={**run.config, **run.tags},
                 notes=str(run.folder),
                 resume="allow",
                 allow_val_change=True,
                 # other trials of a sweep may have sessions in this process
                 reinit="create_new",
                 dir=str(run.folder),
-                settings=self._wandb.Settings(**_SETTINGS),
+                settings=self._wandb.Settings(**_SETTINGS, git_commit=run.commit),
             )
             if self._offline:
                 path = self._session.settings.sync_file

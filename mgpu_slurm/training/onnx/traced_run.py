@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn, SupportsIndex
@@ -12,6 +12,7 @@ from torch import nn
 
 from mgpu_slurm.core.errors import UserError
 from mgpu_slurm.data.loaders import Loader
+from mgpu_slurm.rank import torch_adapter
 from mgpu_slurm.rank.communication.collectives import Collectives
 from mgpu_slurm.rank.rank_info import RankInfo
 from mgpu_slurm.rank.signals import StopFlag
@@ -41,23 +42,29 @@ class FirstForward(BaseException):
 class TracedRun(Run):
     """A run on one rank, on the CPU."""
 
-    def __init__(self, folder: Path, name: str) -> None:
+    def __init__(self, folder: Path, name: str, keys: Set[str]) -> None:
         """
         Args:
             folder: an empty one.
             name: that of the model in `run.restore`.
+            keys: the names of its parameters and buffers.
         """
         alone = RankInfo()
         super().__init__(alone, folder, torch.device("cpu"), 1, StopFlag(), Collectives(alone))
         self._name = name
+        self._keys = keys
         self._restored: dict[int, str] = {}
         """Names of restored objects, by their ids."""
 
     def wrap(self, model: nn.Module, **options: Any) -> nn.Module:
+        # a compiled model is exported as it was
+        model = getattr(model, torch_adapter.COMPILED_MODULE) if torch_adapter.is_compiled(model) else model
+
         # functions, because a copy of the model would copy methods with this run
         def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            # a model that is not restored may be a part of the one that is
-            if self._restored.get(id(module), self._name) == self._name:
+            known = self._restored.get(id(module))
+            # one that is not restored may be a copy of the one that is
+            if known == self._name or (known is None and module.state_dict().keys() == self._keys):
                 raise FirstForward(ModelCall(module, args, kwargs, enter))
 
         model.register_forward_pre_hook(enter, prepend=True, with_kwargs=True)

@@ -153,9 +153,13 @@ def test_ranks_of_two_nodes_are_sampled_apart(folder: RunFolder, at_once: None) 
 
 
 def test_line_of_a_sample_is_short(folder: RunFolder, sampler: Make, at_once: None) -> None:
-    own = sampler(os.getpid())
+    # which ends with its input
+    running = ready(child("below = subprocess.Popen(['cat'], stdin=subprocess.PIPE)"))
+    own = sampler(running.pid)
     wait_until(lambda: folder.usage.exists() and bool(read_usage(folder)))
     own.close()
+    assert (only(folder).samples[0].below or {}).keys() == {str(running.pid)}
+    end(running)
     assert all(len(line) < 250 for line in folder.node_usage(1, "n1").read_text().splitlines())
 
 
