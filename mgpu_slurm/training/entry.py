@@ -177,6 +177,8 @@ def _export(spec: Spec, folder: RunFolder, facts: RankInfo) -> None:
 def _train(rank: Rank, stop: StopFlag) -> None:
     from mgpu_slurm.request import target
 
+    with without_collections():
+        importlib.import_module("torch")
     job = target.job_function(rank.spec, rank.folder)
     config = _config(rank, job)
     with (
@@ -302,13 +304,24 @@ def _import_torch(spec: Spec, facts: RankInfo) -> None:
 
 def import_for_ranks() -> None:
     """Import torch in the process from which ranks are forked."""
-    importlib.import_module("torch.distributed")
-    from mgpu_slurm.rank import torch_adapter
+    with without_collections():
+        importlib.import_module("torch.distributed")
+        from mgpu_slurm.rank import torch_adapter
 
-    # otherwise DistributedDataParallel imports it on every rank when the first model is wrapped
-    torch_adapter.import_compiler()
+        # otherwise DistributedDataParallel imports it on every rank when the first model is wrapped
+        torch_adapter.import_compiler()
     # a collection in a rank would look through 300,000 objects of these modules, and so copy their memory
     gc.freeze()
+
+
+@contextmanager
+def without_collections() -> Iterator[None]:
+    """Collect no garbage during the block: of the time of importing torch, collections are a quarter."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 def run_rank(folder: RunFolder, work: Work = run_target) -> int:

@@ -47,7 +47,8 @@ def _supervise(rank: Rank, count: int, stop: StopFlag) -> int:
 
 def _serve(rank: Rank, stop: StopFlag) -> None:
     # importing torch and optuna takes seconds
-    from mgpu_slurm.sweeps.worker import trial_loop
+    with entry.without_collections():
+        from mgpu_slurm.sweeps.worker import trial_loop
 
     trial_loop.serve(rank, stop)
 
