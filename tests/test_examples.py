@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.markdown import PAGES, Block, blocks
-from tests.support import REPOSITORY, Project, require
+from tests.support import REPOSITORY, Project, require, with_long
 
 REASONS = {
     "a part of a program",
@@ -58,8 +58,13 @@ def execute(block: Block, project: Project, place: str) -> None:
     assert done.returncode == 0, f"{place}: exit code {done.returncode}\n{block.text}\n{done.stdout}"
 
 
+WITH_EXAMPLES = [name for name, found in BLOCKS.items() if any(block.kind in RUNS for block in found)]
+SHORT = [name for name in WITH_EXAMPLES if not name.startswith("docs/guides/coming-from-")]
+"""What pages for users of other tools show is in other pages, too."""
+
+
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("page", [name for name, found in BLOCKS.items() if any(b.kind in RUNS for b in found)])
+@pytest.mark.parametrize("page", with_long(WITH_EXAMPLES, SHORT))
 def test_examples_of_a_page_succeed(page: str, project: Project) -> None:
     require("a machine without sbatch, where runs are local" if shutil.which("sbatch") else None)
     for block in BLOCKS[page]:

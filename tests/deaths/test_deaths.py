@@ -35,6 +35,7 @@ def test_workers_that_are_killed_again_and_again_lose_no_trial(tmp_path: Path, s
         assert deaths.many(seed, most=40) == [], seed
 
 
+@pytest.mark.long
 def test_deaths_on_postgresql(tmp_path: Path, postgresql: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, DATABASE_PASSWORD)
     deaths = Deaths(tmp_path, "asha", lambda: postgresql.url(postgresql.new_database(), f"${{{VARIABLE}}}"))

@@ -180,7 +180,7 @@ def scripts(tmp_path_factory: pytest.TempPathFactory) -> Project:
     [
         (["python", "train.py", "--lr", "0.1"], 16),
         (["python", "lightning_script.py"], 16),
-        (["python", "accelerate_script.py"], 16),
+        pytest.param(["python", "accelerate_script.py"], 16, marks=pytest.mark.long),
     ],
     ids=["plain", "lightning", "accelerate"],
 )
@@ -250,6 +250,7 @@ def run_by_hand(project: Project, *command: str) -> str:
     return done.stdout
 
 
+@pytest.mark.long
 def test_attach_works_under_plain_torchrun(scripts: Project, undisturbed: Path, tmp_path: Path) -> None:
     project = Project(scripts.folder, scripts.environ | {"MGPU_RUNS": str(tmp_path)})
     said = run_by_hand(project, "-m", "torch.distributed.run", "--nproc_per_node", "2", "attached.py")

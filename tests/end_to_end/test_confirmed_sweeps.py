@@ -77,6 +77,7 @@ def aggregated(project: Project) -> list[dict[str, Any]]:
     return list(project.json("aggregate", "study-confirm", "--on", "progress")["groups"])
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_killed_workers_are_replaced_in_the_middle_of_it(project: Project) -> None:
     project.write("train.py", SCRIPT)

@@ -109,6 +109,7 @@ def test_a_resumed_run_is_in_both_trackers_once(project: Project) -> None:
     wait_until(lambda: tracker_process(folder) is None)
 
 
+@pytest.mark.long
 def test_a_tracker_that_never_answers(project: Project) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         folder = project.submit("train.py", "--sink", f"mlflow=http://127.0.0.1:{server.getsockname()[1]}")

@@ -109,6 +109,7 @@ def test_trials_are_trained_at_the_same_time_with_their_own_cores_and_logs(proje
     assert [trial.value for trial in trials_of(folder)] == [pytest.approx(0.4), pytest.approx(0.8)]
 
 
+@pytest.mark.long
 def test_trial_that_kills_its_process_does_not_disturb_the_other(project: Project) -> None:
     lrs = [0.1, 0.2, 0.3, 0.4]
     folder = start(project, fixed={"signal": 11}, space={"lr": {"choice": lrs}}, max_retries=1)
@@ -133,6 +134,7 @@ def waiting(project: Project) -> tuple[Path, Path]:
     return folder, until
 
 
+@pytest.mark.long
 def test_cancelled_worker_gives_both_trials_back_and_resumes_them(project: Project, waiting: tuple[Path, Path]) -> None:
     folder, until = waiting
     shown = project.call("status", "study").stdout

@@ -44,6 +44,7 @@ def test_gpt_learns_the_same_under_each_layout(user: Project) -> None:
     assert divided == pytest.approx(alone, abs=1e-3)
 
 
+@pytest.mark.long
 def test_pipeline_learns_the_same_as_one_process(user: Project) -> None:
     alone = held_loss(user, "jobs.gpt_pipeline")
     assert held_loss(user, "jobs.gpt_pipeline", "--nodes", "2", "--pipeline", "2") == pytest.approx(alone, abs=1e-3)

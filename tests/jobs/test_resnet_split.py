@@ -57,6 +57,7 @@ def test_resnet_trains_on_the_devices_of_one_rank_and_of_two(user: Project) -> N
     assert run(user, "--nodes", "2", "model=alexnet") > 0
 
 
+@pytest.mark.long
 def test_pipeline_trains_like_one_stage(user: Project) -> None:
     # with the same micro-batches, as batch norm computes the statistics of each
     words = ("mode=pipeline", "split_size=4")

@@ -16,7 +16,7 @@ import torch
 from mgpu_slurm.run_folder import records
 from mgpu_slurm.run_folder.layout import RunFolder
 from tests.on_slurm.cluster import Cluster
-from tests.support import REPOSITORY, Project, log, processes_of, wait_until
+from tests.support import REPOSITORY, Project, log, processes_of, wait_until, with_long
 
 TWO_NODES = ("--nodes", "2", "--nodelist", "n1,n2", "--gpus-per-node", "0")
 
@@ -138,7 +138,7 @@ def test_ranks_of_a_node_are_forks_of_one_process(slurm_project: Project, forks:
     assert first[0][1] == third[0][1] == parent
 
 
-@pytest.mark.parametrize("rank", [0, 3])
+@pytest.mark.parametrize("rank", with_long([0, 3], {0}))
 def test_forked_rank_that_is_killed_ends_the_others_and_is_named(
     slurm_project: Project, cluster: Cluster, rank: int
 ) -> None:

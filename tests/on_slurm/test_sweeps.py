@@ -275,6 +275,7 @@ class Chaos:
         os.kill(pid, signal.SIGKILL)
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("seed", [1])
 def test_no_trial_is_lost_or_counted_twice_whatever_happens(project: Project, cluster: Cluster, seed: int) -> None:
