@@ -75,7 +75,7 @@ class RunFolder:
     @property
     def is_trial(self) -> bool:
         """Whether it is a trial of a sweep, or the run of one with one of several seeds."""
-        return self._is_seed or (self.path.parent.name == TRIALS and self.task is None)
+        return self._is_seed or self.path.parent.name == TRIALS
 
     @property
     def seeds(self) -> Path:
