@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from mgpu_slurm.core.formatting import latest
 from mgpu_slurm.registry import lookup
 from mgpu_slurm.request.spec import read_spec
 from mgpu_slurm.run_folder import records
-from mgpu_slurm.run_folder.layout import RunFolder
+from mgpu_slurm.run_folder.layout import SEEDS, RunFolder
 from mgpu_slurm.run_folder.record_types import RunState
 from mgpu_slurm.trackers import outcome
 
@@ -20,7 +21,7 @@ def await_trackers(folder: RunFolder, found: Sequence[RunState]) -> None:
     """
     sinks = _sinks(folder)
     if sinks:
-        outcome.await_end(_runs(folder), sinks, max((state.ended or "" for state in found), default=None))
+        outcome.await_end(_runs(folder), sinks, latest(state.ended for state in found))
 
 
 def sink_lines(folder: RunFolder) -> list[str]:
@@ -31,7 +32,9 @@ def sink_lines(folder: RunFolder) -> list[str]:
     runs = _runs(folder)
     if runs == [folder]:
         return outcome.lines(folder, sinks)
-    return outcome.lines_of_several(folder, runs, sinks, "trial" if _is_sweep(folder) else "run")
+    # a trial with several seeds is several runs
+    are_trials = _is_sweep(folder) and not any(f"/{SEEDS}/" in run.run for run in runs)
+    return outcome.lines_of_several(folder, runs, sinks, "trial" if are_trials else "run")
 
 
 def _sinks(folder: RunFolder) -> tuple[str, ...]:
