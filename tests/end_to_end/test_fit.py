@@ -91,6 +91,7 @@ def test_memory_is_planned_as_if_nothing_were_compiled(training: Project) -> Non
     assert "\n          as without --compile, with which activations usually take less\n" in done.stdout
 
 
+@pytest.mark.long
 def test_changes_are_tried_until_one_fits(training: Project) -> None:
     clusters(training, "70MB")
     facts = fit(training, "--nodes", "4")

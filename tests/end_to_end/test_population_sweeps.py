@@ -86,6 +86,7 @@ def test_copies_continue_from_a_checkpoint_with_their_own_rate(project: Project)
     assert not list(RunFolder(folder).copies.glob("*"))
 
 
+@pytest.mark.long
 def test_parameter_that_changes_shapes_is_named(project: Project) -> None:
     space = {"lr": {"float": [1e-4, 0.2], "log": True}, "width": {"int": [2, 64]}}
     folder = swept(project, pruner=PBT | {"perturb": ["lr", "width"]}, space=space)

@@ -201,6 +201,7 @@ def test_rank_holding_the_gil_is_reported_as_not_responding(stuck: Project) -> N
     assert "in holding_the_lock" in log(folder, 1)
 
 
+@pytest.mark.long
 def test_single_rank_holding_the_gil_is_killed_and_the_run_restarts(stuck: Project) -> None:
     folder, facts = stuck.run("train:locked", "--stuck-after", "0.1")
     assert (facts["state"], facts["step"], facts["attempts"]) == ("COMPLETED", 12, 2)

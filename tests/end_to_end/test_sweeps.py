@@ -130,6 +130,7 @@ def test_failed_pruned_and_killed_trials_do_not_affect_other_trials(project: Pro
     assert (facts["state"], facts["reason"]) == ("COMPLETED", "9 of 9 trials")
 
 
+@pytest.mark.long
 def test_trial_of_a_killed_worker_continues_and_the_sweep_can_grow(project: Project) -> None:
     folder = start(
         project,

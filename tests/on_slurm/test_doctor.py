@@ -64,6 +64,7 @@ def test_healthy_cluster_is_described_and_measured(slurm_project: Project) -> No
     assert list(slurm_project.runs.iterdir()) == []
 
 
+@pytest.mark.long
 def test_single_node_can_be_checked(slurm_project: Project) -> None:
     code, told, _ = doctor(slurm_project, "--submit", "--nodes", "1", "--gpus-per-node", "0")
     assert code == 0, told

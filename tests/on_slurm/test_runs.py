@@ -127,7 +127,7 @@ FORKED = """
 """
 
 
-@pytest.mark.parametrize(("forks", "parent"), [("1", "python"), ("0", "slurmstepd")])
+@pytest.mark.parametrize(("forks", "parent"), with_long([("1", "python"), ("0", "slurmstepd")], {("1", "python")}))
 def test_ranks_of_a_node_are_forks_of_one_process(slurm_project: Project, forks: str, parent: str) -> None:
     slurm_project.write("forked.py", FORKED)
     slurm_project.write("mgpu.yaml", f"clusters: {{here: {{environment: {{MGPU_FORK_RANKS: '{forks}'}}}}}}\n")

@@ -45,6 +45,7 @@ JOB = """
 """
 
 
+@pytest.mark.long
 @pytest.mark.timeout(200)
 def test_requeued_worker_continues_all_of_its_trials(project: Project, cluster: Cluster) -> None:
     project.write("job.py", JOB)

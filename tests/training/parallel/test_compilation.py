@@ -261,6 +261,7 @@ def resumed(run: Run, cache: str) -> tuple[int, int, dict[str, Any], int]:
     return began, run.step, state, counters["inductor"]["fxgraph_cache_miss"]
 
 
+@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_compiled_run_resumes_exactly_and_from_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # a C++ compiler takes half a minute of CPU time
