@@ -1,7 +1,4 @@
-"""Runs, groups and sweeps seen from outside: their states, their results, and the operations on them.
-
-Used by the command line and by notebooks.
-"""
+"""Runs, groups and sweeps, as the command line and notebooks see them: states, results and operations."""
 
 from __future__ import annotations
 
@@ -151,9 +148,8 @@ class Handle(_Submitted):
     def logs(self, rank: int = 0) -> str:
         """Return everything that a rank has printed, over all attempts."""
         attempts = range(1, records.attempts_started(self.files) + 1)
-        paths = lookup.logs_of_rank(self.files, rank, attempts)
-        # as it was printed, with carriage returns
-        return "".join(path.read_bytes().decode(errors="replace") for path in paths)
+        texts = (path.read_bytes() for path in lookup.logs_of_rank(self.files, rank, attempts))
+        return b"".join(texts).decode(errors="replace")
 
 
 class Group(_Submitted):

@@ -67,7 +67,10 @@ def test_each_cell_of_the_table_of_layouts_names_a_test() -> None:
     (resumed,) = [each for each in tree.body if isinstance(each, ast.FunctionDef) and "_bit_for_bit_" in each.name]
     (mark,) = resumed.decorator_list
     assert isinstance(mark, ast.Call)
-    assert cells["R"] == cells["E"] <= {*ast.literal_eval(mark.args[1])}
+    cases = mark.args[1]
+    # some of them are left to `make long`
+    assert isinstance(cases, ast.Call)
+    assert cells["R"] == cells["E"] <= {*ast.literal_eval(cases.args[0])}
     pairs = {f"{before}-{after}" for before, after in ast.literal_eval(named["PAIRS"])}
     assert cells["O"] <= pairs
     assert f"{len(pairs)} pairs of layouts" in text

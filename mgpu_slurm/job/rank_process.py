@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import gc
 import os
 import re
 import resource
@@ -10,8 +11,8 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from typing import NoReturn
 
 from mgpu_slurm.core import processes
@@ -42,6 +43,16 @@ def is_fork_of_node(spec: Spec, local_ranks: int, environ: Mapping[str, str] = o
         or any(_BOUND.fullmatch(f"{name}={value}") for name, value in environ.items())
     )
     return is_wanted and not is_bound and local_ranks > 1 and not spec.target.is_command
+
+
+@contextmanager
+def without_collections() -> Iterator[None]:
+    """Collect no garbage during the block: of the time of importing torch, collections are a quarter."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 def can_be_forked() -> bool:

@@ -26,6 +26,7 @@ from mgpu_slurm.core.files import set_umask_for
 from mgpu_slurm.executors.base import HELD_JOB_VARIABLE
 from mgpu_slurm.executors.selection import EXECUTORS
 from mgpu_slurm.job import attempt, output, retry_policy
+from mgpu_slurm.job.rank_process import without_collections
 from mgpu_slurm.local_cluster.nodes import HeldNodes, Limit, Nodes, SimulatedNodes
 from mgpu_slurm.rank.rank_info import limit_threads
 from mgpu_slurm.registry import dependencies
@@ -57,7 +58,7 @@ def main(executor: str, ranks_of_function: int) -> None:
         # libgomp reads it once, when torch is imported
         limit_threads(forked_ranks)
     if ranks_of_function:
-        with entry.without_collections():
+        with without_collections():
             importlib.import_module("torch.distributed")
     word, _, rest = sys.stdin.readline().rstrip("\n").partition(" ")
     # an empty input means that the submission was refused

@@ -49,9 +49,8 @@ class RunFolder:
     @cached_property
     def group(self) -> RunFolder:
         """The group of a run, or the sweep of a trial; else the folder itself."""
-        if self._is_seed:
-            return RunFolder(self.path.parent.parent).group
-        return RunFolder(self.path.parent.parent) if self.path.parent.name in (TASKS, TRIALS) else self
+        above = RunFolder(self.path.parent.parent)
+        return above.group if self._is_seed else above if self.path.parent.name in (TASKS, TRIALS) else self
 
     @property
     def tasks(self) -> Path:
@@ -74,7 +73,7 @@ class RunFolder:
 
     @property
     def is_trial(self) -> bool:
-        """Whether it is a trial of a sweep, or the run of one with one of several seeds."""
+        """Whether it is a trial, or the run of one with a seed."""
         return self._is_seed or self.path.parent.name == TRIALS
 
     @property

@@ -25,7 +25,7 @@ from mgpu_slurm.core.errors import MgpuError, RunMeasured, RunStopped, UserError
 from mgpu_slurm.core.files import read_json, set_umask_for, write_json, write_whole
 from mgpu_slurm.core.processes import RUN_VARIABLE, allow_many_files
 from mgpu_slurm.job import node_process, output, socket_handoff
-from mgpu_slurm.job.rank_process import exit_process, is_fork_of_node
+from mgpu_slurm.job.rank_process import exit_process, is_fork_of_node, without_collections
 from mgpu_slurm.job.sampling import node_sampler
 from mgpu_slurm.job.stacks import place_of
 from mgpu_slurm.rank import crash, preflight
@@ -312,16 +312,6 @@ def import_for_ranks() -> None:
         torch_adapter.import_compiler()
     # a collection in a rank would look through 300,000 objects of these modules, and so copy their memory
     gc.freeze()
-
-
-@contextmanager
-def without_collections() -> Iterator[None]:
-    """Collect no garbage during the block: of the time of importing torch, collections are a quarter."""
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
 
 
 def run_rank(folder: RunFolder, work: Work = run_target) -> int:

@@ -7,6 +7,7 @@ from contextlib import contextmanager, suppress
 
 import torch
 
+from mgpu_slurm.checkpoints.policy import Plan
 from mgpu_slurm.checkpoints.state.train_state import Keeper
 from mgpu_slurm.core import log_lines
 from mgpu_slurm.data.batching.batch_cutting import MicroBatchSize
@@ -177,6 +178,12 @@ class Parts:
         if self.reporter is not None:
             self.reporter.step_done(self.position.step)
         self.measure_step()
+
+    def plan_saves(self, plan: Plan) -> None:
+        """See `Run.checkpoints`."""
+        self.loop_control.saver.plan = plan
+        if self.reporter is not None and plan.best is not None and plan.direction is not None:
+            self.reporter.choose_by(plan.best, plan.direction)
 
     def close(self, waits: bool) -> None:
         """See `Run.close`."""

@@ -370,9 +370,7 @@ class Run:
         """
         plan = Plan(every_steps, every_minutes, keep, best, direction)
         plan.check()
-        self._saver.plan = plan
-        if self._parts.reporter is not None and best is not None and direction is not None:
-            self._parts.reporter.choose_by(best, direction)
+        self._parts.plan_saves(plan)
 
     def save(self) -> None:
         """Request a checkpoint at the next batch of the loader passed to `restore`, or the end of epoch or job."""

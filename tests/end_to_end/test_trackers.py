@@ -172,7 +172,7 @@ def test_trials_of_a_sweep_are_runs_of_a_tracker_and_rows_of_a_table(project: Pr
     [
         (["--sink", "mlflow"], "MLFLOW_TRACKING_URI is not set"),
         (["--sink", "mlflaw=x"], "did you mean 'mlflow'?"),
-        (["--sink", "mlflow=./mlruns"], "expected a URI"),
+        (["--sink", "mlflow=./mlruns"], "no longer accepts folders"),
         (["--sink", "mlflow=http://me:secret@host"], "MLFLOW_TRACKING_PASSWORD"),
         (["--sink", "mlflow=sqlite:///none/mlflow.db"], "there is no folder"),
         (["--sink", "wandb", "--sink", "wandb=two"], "given twice"),

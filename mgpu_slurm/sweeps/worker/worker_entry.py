@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from mgpu_slurm.job.rank_process import exit_process
+from mgpu_slurm.job.rank_process import exit_process, without_collections
 from mgpu_slurm.rank.rank_info import Rank
 from mgpu_slurm.rank.signals import StopFlag
 from mgpu_slurm.run_folder.layout import RunFolder
@@ -47,7 +47,7 @@ def _supervise(rank: Rank, count: int, stop: StopFlag) -> int:
 
 def _serve(rank: Rank, stop: StopFlag) -> None:
     # importing torch and optuna takes seconds
-    with entry.without_collections():
+    with without_collections():
         from mgpu_slurm.sweeps.worker import trial_loop
 
     trial_loop.serve(rank, stop)
