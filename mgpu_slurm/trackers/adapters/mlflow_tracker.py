@@ -36,6 +36,7 @@ _STATUS = {
 _DEFAULTS = {
     "MLFLOW_DISABLE_TELEMETRY": "true",
     "MLFLOW_LOGGING_LEVEL": "WARNING",
+    "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
     # MLflow's own defaults are two minutes, seven times
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "20",
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2",
@@ -135,12 +136,14 @@ class MlflowTracker(Tracker):
 
 
 def _metrics(report: Report) -> list[Any]:
-    """Return the values of a report as MLflow's, the progress last."""
+    """Return the values of a report as MLflow's, the progress last. A job that takes no optimizer step has the progress
+    as step: else all its values would be at 0."""
     from mlflow.entities import Metric
 
     time, keys = _milliseconds(report.time), _keys(report.values)
     values = [(keys[name], value) for name, value in report.values.items()]
-    return [Metric(key, value, time, report.step) for key, value in (*values, (PROGRESS, float(report.progress)))]
+    step = report.step or report.progress
+    return [Metric(key, value, time, step) for key, value in (*values, (PROGRESS, float(report.progress)))]
 
 
 def _keys(names: Iterable[str]) -> dict[str, str]:
