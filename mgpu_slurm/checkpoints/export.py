@@ -103,7 +103,7 @@ class _Parts(Mapping[str, Part]):
 def _chosen(run: RunFolder, which: str) -> Path:
     found = complete_checkpoints(run)
     if not found:
-        raise UserError(f"{run.run} has no checkpoint")
+        raise UserError(f"{run.run} has no checkpoint: a job saves them once it has called run.restore")
     if which == "newest":
         newest = newest_checkpoint(run)
         assert newest is not None
@@ -115,7 +115,8 @@ def _chosen(run: RunFolder, which: str) -> Path:
         return best.resolve()
     steps = {str(checkpoint_step(path)): path for path in found}
     if which not in steps:
-        raise UserError(f"--checkpoint {which}: {run.run} has newest, best and the steps {', '.join(steps)}")
+        names = ["newest", *([folders.BEST] if (run.checkpoints / folders.BEST).exists() else [])]
+        raise UserError(f"--checkpoint {which}: {run.run} has {', '.join(names)} and the steps {', '.join(steps)}")
     return steps[which]
 
 

@@ -75,7 +75,7 @@ def status(names: tuple[str, ...], watch: bool, sort: str | None, filters: tuple
 def logs(name: str, rank: str | None, tail: int | None, grep: str | None, follow: bool, launch: bool) -> None:
     """Print a rank's output, over all attempts.
 
-    Lines of several ranks begin with the rank. With --follow, until the run ends. For a group: when its runs start and
+    Lines of several ranks begin with the rank. With --follow, until the run ends; for a group, when its runs start and
     end.
     """
     from mgpu_slurm import api
@@ -101,7 +101,7 @@ def logs(name: str, rank: str | None, tail: int | None, grep: str | None, follow
     if follow:
         follow_run(handle, view)
         return
-    if not _print_texts(log_view.shown(handle.files, view)):
+    if not _print_texts(log_view.shown(handle.files, view)) and tail != 0:
         what = "printed nothing" if grep is None else f"printed no line that matches {grep!r}"
         who, verb = (f"rank {ranks[0]}", "has") if len(ranks) == 1 else (f"{len(ranks)} ranks", "have")
         print_note(f"{who} of run {handle.name} {verb} {what}; the run is {handle.state}")

@@ -91,4 +91,6 @@ def completion(context: click.Context, shell: str) -> None:
     if shell == "bash":
         # otherwise bash takes @last for two words
         print("COMP_WORDBREAKS=${COMP_WORDBREAKS//@/}")
-    print(made(context.find_root().command, {}, PROGRAM, COMPLETION_VARIABLE).source())
+    source = made(context.find_root().command, {}, PROGRAM, COMPLETION_VARIABLE).source()
+    # files where nothing else is known, such as those of a command
+    print(source.replace("complete -o nosort ", "complete -o nosort -o default "))

@@ -18,9 +18,7 @@ if TYPE_CHECKING:
 
 @click.command()
 @click.argument("words", nargs=-1, metavar="[RUN|GROUP|SWEEP|PATH ...]", shell_complete=run_names)
-@click.option(
-    "-o", "out", metavar="FILE", default="report.html", show_default=True, help="The page; - for standard output."
-)
+@click.option("-o", "out", metavar="FILE", help="The page; - for standard output.  [default: report.html]")
 @click.option("--title", metavar="TEXT", help="[default: the names]")
 @click.option("--metric", metavar="NAME", help="The metric that comes first.  [default: the sweep's]")
 @click.option("--minimize/--maximize", default=None, help="Which values of it are better.  [default: by its name]")
@@ -35,7 +33,7 @@ if TYPE_CHECKING:
 @json_flag
 def report(
     words: tuple[str, ...],
-    out: str,
+    out: str | None,
     title: str | None,
     metric: str | None,
     minimize: bool | None,
@@ -62,11 +60,11 @@ def report(
     direction = None if minimize is None else "minimize" if minimize else "maximize"
     options = ReportOptions(title, metric, direction)
     if as_json:
-        if folder is not None or refresh or opens:
-            raise UserError("--json prints facts and makes no page: leave --svg, --refresh and --open out")
+        if folder is not None or refresh or opens or out is not None:
+            raise UserError("--json prints facts and makes no page: leave -o, --svg, --refresh and --open out")
         print_json(gather(words, options, print_note).to_json())
         return
-    path = None if out == "-" else Path(out)
+    path = None if out == "-" else Path(out or "report.html")
     make_report.check_output(path, folder)
     if path is None and (refresh or opens):
         raise UserError("-o -: --refresh and --open need a file: name one")
@@ -128,10 +126,10 @@ def aggregate(
     only in their seed: as CSV, Parquet and runs for TensorBoard. The table shows the last step that all runs have, the
     end of each run if they differ, and the best of each. If PATH is a folder, each folder below it with event
     files is a run, such as those of Lightning; folders inside of a run, such as Keras' train and validation, are parts
-    of it. Default: the newest group.
+    of it. Default: the newest group or sweep.
 
     \b
-      mgpu-slurm aggregate                        # the newest group
+      mgpu-slurm aggregate                        # the newest group or sweep
       mgpu-slurm aggregate GROUP GROUP --by lr    # one curve for each lr
       mgpu-slurm aggregate GROUP GROUP --compare  # which one is better?
       mgpu-slurm aggregate lightning_logs

@@ -71,6 +71,8 @@ def find(name: str) -> RunFolder:
         return _newest()
     if name == NEWEST_FAILED:
         return _newest_failed()
+    if name.startswith("@") and "/" not in name:
+        raise UserError(f"{name}: such names are {NEWEST} and {NEWEST_FAILED}")
     if not name:
         raise UserError(f"the name of the run is empty: see `{program()} status`")
     if os.path.exists(Path(name) / "spec.yaml"):

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from mgpu_slurm.core.errors import UserError, nearest
 from mgpu_slurm.core.formatting import counted, program
@@ -147,6 +148,8 @@ class Plan:
             *([f"strategy  {spec.parallelism.words}{only}"] if spec.parallelism.given else []),
             *[f"stage     {path}" for path in spec.stage],
             *[f"sink      {sink}" for sink in spec.sinks],
+            # the path of many web hooks is a password
+            *([f"notify    {urlsplit(spec.notify).hostname or spec.notify}"] if spec.notify is not None else []),
             *([f"profile   steps {spec.profile}{only}"] if spec.profile is not None else []),
             *([f"after     {'  '.join(spec.after)}"] if spec.after else []),
             *self.notes,

@@ -118,7 +118,7 @@ def test_wrong_use_is_an_error(
 
 
 def test_run_without_a_checkpoint_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"has no checkpoint$"):
+    with pytest.raises(UserError, match=r"has no checkpoint: a job saves them once"):
         export(RunFolder(tmp_path), "newest", None, tmp_path / "new")
 
 

@@ -146,6 +146,15 @@ def test_outputs_are_checked_first(report: Report) -> None:
     assert (done.returncode, done.stdout) == (2, "")
     assert "-o no/page.html: there is no folder" in done.stderr
     assert done.stderr.count("\n") == 1
+    before = (project.folder / "train.py").read_text()
+    done = project.call("report", "search", "-o", "train.py")
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert "-o train.py: the file exists and is no report: delete it, or name another" in done.stderr
+    assert (project.folder / "train.py").read_text() == before
+    # a report is replaced by another one
+    assert project.call("report", "search", "-o", "again.html").returncode == 0
+    assert project.call("report", "search", "-o", "again.html").returncode == 0
+    assert "leave -o, --svg" in project.call("report", "search", "--json", "-o", "facts.json").stderr
     done = project.call("report", "search", "-o", "-", "--svg", "more")
     assert done.returncode == 0
     assert done.stdout.startswith("<!doctype html>")
@@ -252,6 +261,13 @@ def brush_upper_half(page: Page) -> None:
     page.mouse.down()
     page.mouse.move(x, box["y"] + box["height"] / 2, steps=3)
     page.mouse.up()
+
+
+def test_filter_by_a_name_that_no_run_has_says_so(page: Page) -> None:
+    page.locator("#filter").fill("nonsense<3")
+    assert page.locator("#count").inner_text() == "0 of 10 runs (no run has a value nonsense)"
+    page.locator("#all").click()
+    assert page.locator("#count").inner_text() == "10 runs"
 
 
 def test_brush_of_an_axis_chooses_trials(report: Report, page: Page) -> None:

@@ -83,6 +83,8 @@ def test_empty_name_is_no_run(runs: Path) -> None:
     made(runs, "only", 1)
     with pytest.raises(UserError, match="the name of the run is empty"):
         lookup.find("")
+    with pytest.raises(UserError, match="^@last-fail: such names are @last and @last-failed$"):
+        lookup.find("@last-fail")
 
 
 def test_last_failed_is_the_newest_failed_run_also_of_a_group(runs: Path) -> None:

@@ -80,7 +80,7 @@ def aggregate(
     """Return statistics of runs, grouped by their config without seeds.
 
     Args:
-        words: runs, groups, sweeps, or folders with event files below; none for the newest group.
+        words: runs, groups, sweeps, or folders with event files below; none for the newest group or sweep.
         on: whether runs are aligned by step or by progress.
         by: names of config values to group by instead.
         note: called if a cluster does not answer.

@@ -73,7 +73,8 @@ def _sources_of(word: str, made_here: bool) -> Iterator[Source]:
         yield _one_trial(lookup.find(head), int(number))
         return
     folder = Path(word)
-    if folder.is_dir():
+    # of a name that is too long for a file, `Path.is_dir` raises an error
+    if os.path.isdir(folder):
         below = list(_below(folder, made_here))
         if below:
             yield from below

@@ -26,7 +26,7 @@ from mgpu_slurm.reports.facts.report_facts import (
 from mgpu_slurm.reports.facts.run_reader import ReportFiles, RunReader, name_of
 from mgpu_slurm.reports.usage import efficiency
 from mgpu_slurm.reports.usage.ledger import Ledger
-from mgpu_slurm.run_folder import records
+from mgpu_slurm.run_folder import records, states
 from mgpu_slurm.run_folder.layout import RunFolder
 
 MOST_NAMES = 5
@@ -137,8 +137,9 @@ def _title(words: Sequence[str], found: Sequence[Source]) -> str:
 
 
 def _without_metrics(runs: Sequence[RunFacts]) -> list[str]:
-    """Return a warning that names the runs that have no curves; for a trial its state and reason say enough."""
-    silent = [run.run for run in runs if not run.series and run.kind != "trial" and run.state != "PENDING"]
+    """Return a warning that names the runs that have no curves; of trials and failed runs, the state says enough."""
+    says_enough = {"PENDING", *states.FAILURES}
+    silent = [run.run for run in runs if not run.series and run.kind != "trial" and run.state not in says_enough]
     more = f" and {len(silent) - MOST_NAMES} more" if len(silent) > MOST_NAMES else ""
     return [f"{counted(len(silent), 'run')} without metrics: {', '.join(silent[:MOST_NAMES])}{more}"] if silent else []
 

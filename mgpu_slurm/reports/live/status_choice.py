@@ -55,6 +55,9 @@ class Choice:
         conditions = [(word, _CONDITION.fullmatch(word)) for word in self._words]
         keys = [(f"--filter {word!r}", match["key"]) for word, match in conditions if match is not None]
         keys += [] if self.sort is None else [(f"--sort {self.sort!r}", self.sort.removeprefix("-"))]
+        for word, match in conditions:
+            if match is not None and match["sign"] in ("<", "<=", ">", ">=") and _number(match["value"]) is None:
+                raise UserError(f"--filter {word!r}: expected a number after {match['sign']}, or a time such as 1h30m")
         for given, key in keys if any(entry.metrics for entry in entries) else ():
             if all(value is None for value in self._values(entries, key)) and _column(key) not in _COLUMNS:
                 columns = ", ".join(each for each in _COLUMNS if each not in _ALIASES.values())
@@ -163,8 +166,16 @@ def _holds(value: Value, sign: str, wanted: str) -> bool:
     }[sign]
 
 
+_TIME = re.compile(r"(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?")
+
+
 def _number(value: Value) -> float | None:
-    """Return a value as a number; of a group's mean and spread, the mean. None if it is none, or NaN."""
+    """Return a value as a number: of a time such as `1h30m` its seconds, of a group's mean and spread the mean. None if
+    it is none, or NaN."""
+    time = _TIME.fullmatch(value) if isinstance(value, str) and value else None
+    if time is not None:
+        days, hours, minutes, seconds = (int(part or 0) for part in time.groups())
+        return ((days * 24 + hours) * 60 + minutes) * 60 + seconds
     with suppress(ValueError):
         number = float(str(value).partition("±")[0])
         return None if math.isnan(number) else number

@@ -14,7 +14,7 @@ from mgpu_slurm.core.files import write_whole
 from mgpu_slurm.core.retry import Note, quiet
 from mgpu_slurm.reports.facts.gather import ReportOptions, gather
 from mgpu_slurm.reports.facts.report_facts import Facts
-from mgpu_slurm.reports.page.html_page import page, stylesheet
+from mgpu_slurm.reports.page.html_page import POLICY, page, stylesheet
 from mgpu_slurm.run_folder import states
 
 _SVG = re.compile(r"<svg id=\"(?P<ident>[\w-]+)\".*?</svg>", re.DOTALL)
@@ -33,11 +33,18 @@ def check_output(out: Path | None, folder: Path | None) -> None:
     if out is not None:
         if out.is_dir():
             raise UserError(f"-o {out}: it is a folder: name a file, such as {out / 'report.html'}")
+        if out.is_file() and not _is_report(out):
+            raise UserError(f"-o {out}: the file exists and is no report: delete it, or name another")
         _check_folder(f"-o {out}", out.absolute().parent)
     if folder is not None:
         if folder.exists() and not folder.is_dir():
             raise UserError(f"--svg {folder}: it is a file: name a folder")
         _check_folder(f"--svg {folder}", folder if folder.exists() else folder.absolute().parent)
+
+
+def _is_report(file: Path) -> bool:
+    with open(file, "rb") as opened:
+        return POLICY.encode() in opened.read(2000) or file.stat().st_size == 0
 
 
 def _check_folder(option: str, folder: Path) -> None:

@@ -164,10 +164,11 @@ def _resources(first: Shown, name: str, users: Sequence[RunFacts | WorkerFacts])
     asked = known[0].asked
     assert asked is not None
     used = [run.used for run in known if run.used is not None]
-    cores, memory, longest = (
+    cores, longest = (
         max((value for each in used if (value := getattr(each, key)) is not None), default=None)
-        for key in ("cores", "mem_shared", "longest")
+        for key in ("cores", "longest")
     )
+    memory = max((value for each in used if (value := each.needed_memory) is not None), default=None)
     gpu, gpu_memory = (
         max((value for each in used if (value := getattr(each, key)) is not None), default=None)
         for key in ("gpu", "gpu_mem")

@@ -87,7 +87,7 @@ def advice_for(runs: Iterable[RunFacts]) -> list[Advice]:
 def _memory(run: RunFacts) -> Iterator[Advice]:
     asked, used = run.asked.mem, run.used
     # without knowing what processes share it is less than that, or as much
-    peak = used.mem if used.mem_shared is None else used.mem_shared
+    peak = used.needed_memory
     is_out = run.state == "OUT_OF_MEMORY"
     if asked is None or (peak is None and not is_out):
         return

@@ -91,7 +91,7 @@ def _use_rows(runs: Sequence[RunUse]) -> list[list[str]]:
     rows = [[*header, *(["GPU", "GPU MEMORY", "POWER/GPU"] if has_gpus else [])]]
     for run in runs:
         asked, used = run.facts.asked, run.facts.used
-        mem = used.mem if used.mem_shared is None else used.mem_shared
+        mem = used.needed_memory
         row = [
             run.facts.run,
             _of(duration(used.longest), None if asked.time is None else duration(asked.time)),

@@ -103,6 +103,11 @@ class Used:
     gpu_seconds: float | None = None
     """Seconds over which GPUs were sampled."""
 
+    @property
+    def needed_memory(self) -> int | None:
+        """Return the bytes of memory that a node needed; if it is not known what processes share, more than that."""
+        return self.mem if self.mem_shared is None else self.mem_shared
+
 
 def used(
     attempts: Sequence[AttemptTimes], asked: Asked, nodes: Sequence[NodeUsage], accounted: Sequence[AccountedStep]
@@ -129,6 +134,8 @@ def used(
     cpu = sum(each.cpu for each in nodes)
     sampled_cpu = sum(sample.cpu for sample in samples)
     waits = [sample.wait for sample in samples if sample.wait is not None]
+    # the only sample of a short run is of a node whose ranks have ended
+    has_io = any(each.ranks for each in samples)
     peak = max([*(each.peak for each in nodes), *(step.mem for step in accounted)], default=0)
     shared = [each.shared for each in nodes]
     measured = [each for each in shared if each is not None]
@@ -141,8 +148,8 @@ def used(
         wait=sum(waits) / sampled_cpu if waits and sampled_cpu else None,
         mem=peak or None,
         mem_shared=max(0, peak - min(measured)) if measured and len(measured) == len(shared) else None,
-        read=sum(each.read for each in samples) if samples else None,
-        wrote=sum(each.wrote for each in samples) if samples else None,
+        read=sum(each.read for each in samples) if has_io else None,
+        wrote=sum(each.wrote for each in samples) if has_io else None,
         gpu=_mean_of_gpus(intervals, "util"),
         gpu_mem=max((gpu.mem for sample in samples for gpu in sample.gpu if gpu.mem is not None), default=None),
         watts=_mean_of_gpus(intervals, "watts"),

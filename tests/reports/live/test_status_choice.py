@@ -42,6 +42,8 @@ def names(*filters: str, sort: str | None = None) -> str:
         (["step>=10"], "resnet-a vit"),
         (["step=10"], "resnet-a"),
         (["left>1"], "vit"),
+        (["left>10s", "left<1h30m"], "vit"),
+        (["left>1d"], ""),
         (["nothing-like-it"], ""),
     ],
 )
@@ -96,6 +98,12 @@ def test_sweep_has_no_filter(tmp_path: Path) -> None:
     sweep.sweep.write_text("{}")
     with pytest.raises(UserError, match="sweep is a sweep: --filter 'loss<1' is for runs; "):
         status.lines([], [sweep], None, ["loss<1"])
+
+
+@pytest.mark.parametrize("word", ["loss<abc", "age>2x"])
+def test_comparison_needs_a_number(word: str) -> None:
+    with pytest.raises(UserError, match=f"^--filter '{word}': expected a number after [<>], or a time such as 1h30m"):
+        Choice([word]).check(RUNS)
 
 
 def test_runs_are_chosen_by_their_config(project: Project) -> None:

@@ -75,8 +75,15 @@
   }
 
   const filter = one("#filter");
+  let unknown = "";
+  /** Return a name that the filter compares and no run has; empty if there is none. */
+  function unknownName(words) {
+    const names = words.map((word) => word.match(/^([^<>=!]+)(<=|>=|!=|<|>|=)(.+)$/)?.[1]).filter(Boolean);
+    return names.find((name) => !runs.some((run) => ![undefined, null].includes(valueOf(run, name)))) ?? "";
+  }
   filter.addEventListener("input", () => {
-    const tests = filter.value.trim().toLowerCase().split(/\s+/).filter(Boolean).map(test);
+    const words = filter.value.trim().toLowerCase().split(/\s+/).filter(Boolean), tests = words.map(test);
+    unknown = unknownName(words);
     report.setFilter("words", (run, index) => tests.every((each) => each(run, index)));
   });
 
@@ -87,7 +94,7 @@
   });
 
   one("#all").addEventListener("click", () => {
-    filter.value = "";
+    filter.value = unknown = "";
     boxes.forEach((box) => { box.checked = true; });
     dispatchEvent(new Event("report-reset"));
     for (const name of ["checked", "words", "brushed"]) report.setFilter(name, () => true);
@@ -101,7 +108,8 @@
       row.classList.toggle("off", !report.isListed(index));
       shown += report.isVisible(index);
     });
-    count.textContent = shown === runs.length ? `${shown} runs` : `${shown} of ${runs.length} runs`;
+    const why = unknown && ` (no run has a value ${unknown})`;
+    count.textContent = shown === runs.length ? `${shown} runs` : `${shown} of ${runs.length} runs${why}`;
   }
   report.onChange(show);
   show();
