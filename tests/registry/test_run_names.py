@@ -83,7 +83,7 @@ def test_empty_name_is_no_run(runs: Path) -> None:
     made(runs, "only", 1)
     with pytest.raises(UserError, match="the name of the run is empty"):
         lookup.find("")
-    with pytest.raises(UserError, match="^@last-fail: such names are @last and @last-failed$"):
+    with pytest.raises(UserError, match=r"^@last-fail: such names are @last and @last-failed$"):
         lookup.find("@last-fail")
 
 
