@@ -59,7 +59,7 @@ class Choice:
             if match is not None and match["sign"] in ("<", "<=", ">", ">=") and _number(match["value"]) is None:
                 raise UserError(f"--filter {word!r}: expected a number after {match['sign']}, or a time such as 1h30m")
         for given, key in keys if any(entry.metrics for entry in entries) else ():
-            if all(value is None for value in self._values(entries, key)) and _column(key) not in _COLUMNS:
+            if not self._is_known(entries, key):
                 columns = ", ".join(each for each in _COLUMNS if each not in _ALIASES.values())
                 metrics = ", ".join(list(dict.fromkeys(name for entry in entries for name in entry.metrics))[:10])
                 raise UserError(
@@ -78,6 +78,14 @@ class Choice:
             pairs = zip(chosen, self._values(chosen, match["key"]), strict=True)
             chosen = [entry for entry, value in pairs if _holds(value, match["sign"], match["value"])]
         return chosen if self.sort is None else self._sorted(chosen, self.sort)
+
+    def _is_known(self, entries: Sequence[RunState], key: str) -> bool:
+        """Return whether it is a column, or some run has such a metric or config value, which takes reading a file."""
+        return (
+            _column(key) in _COLUMNS
+            or any(entry.metrics.get(key) is not None for entry in entries)
+            or any(self._config_value(entry, key) is not None for entry in entries)
+        )
 
     @property
     def _words(self) -> list[str]:
