@@ -59,9 +59,10 @@ def before(folder: RunFolder, waits: bool = False, accounted: AccountedRestarts 
         accounted: what accounting says of this run, among others; None to ask for it.
     """
     spans = _spans(folder, waits)
+    requeued = [each.start for each in spans if each.was_requeued]
     if accounted is None:
-        accounted = accounted_restarts([folder], waits)
-    by_slurm = _by_slurm([each.start for each in spans if each.was_requeued], accounted.of(folder), accounted.are_few)
+        accounted = _ask({folder: _jobs_here(records.read_state(folder), requeued)})
+    by_slurm = _by_slurm(requeued, accounted.of(folder), accounted.are_few)
     found = [
         Before(each.start.attempt, *(by_slurm.get(each.start.attempt) or _told(each.start.attempt, each.between)))
         for each in spans
@@ -96,19 +97,24 @@ class AccountedRestarts:
         return [each for each in found if job_identity.belongs_to(folder, each)]
 
 
-def accounted_restarts(folders: Iterable[RunFolder], waits: bool = False) -> AccountedRestarts:
-    """Ask accounting, once, about the jobs of these runs that SLURM itself has restarted.
-
-    Args:
-        waits: as for `before`.
-    """
+def accounted_restarts(folders: Iterable[RunFolder]) -> AccountedRestarts:
+    """Ask accounting, once, about the jobs of these runs that SLURM itself has restarted."""
     jobs = {}
     for folder in folders:
         # a run that cannot be read is named by who reads all of it
         with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
-            if started := [each.start for each in _spans(folder, waits) if each.was_requeued]:
+            if started := [each.start for each in _spans(folder, waits=False) if each.was_requeued]:
                 jobs[folder] = _jobs_here(records.read_state(folder), started)
-    return AccountedRestarts(_accounted({job_id for ids in jobs.values() for job_id in ids}), jobs)
+    return _ask(jobs)
+
+
+def _ask(jobs: Mapping[RunFolder, Sequence[str]]) -> AccountedRestarts:
+    """Ask accounting, once, about these jobs of runs."""
+    found: dict[str, list[AccountedStart]] = {}
+    ids = list(dict.fromkeys(job_id for own in jobs.values() for job_id in own))
+    for each in (accounting.accounted(ids) or []) if ids else []:
+        found.setdefault(each.job_id, []).append(each)
+    return AccountedRestarts(found, jobs)
 
 
 def _by_slurm(
@@ -130,23 +136,20 @@ def _by_slurm(
     return found
 
 
-def last_said(folder: RunFolder) -> str:
-    """Return the recorded message on the newest attempt's end; empty if there is none."""
-    ends = [event.attempt for event in records.events(folder) if event.event == "ended"]
-    return said_of(folder, ends[-1]) if ends else ""
+def said_of(folder: RunFolder, attempt: int | None = None) -> str:
+    """Return the recorded message on an attempt's end; empty if there is none.
 
-
-def said_of(folder: RunFolder, attempt: int) -> str:
-    """Return the recorded message on an attempt's end; empty if there is none."""
-    ends = [event for event in records.events(folder) if event.event == "ended" and event.attempt == attempt]
+    Args:
+        attempt: None for the newest one whose end was recorded.
+    """
+    ends = [event for event in records.events(folder) if event.event == "ended" and attempt in (None, event.attempt)]
     return first_line(ends[-1].message or "") if ends else ""
 
 
 def last_preemptors(folder: RunFolder, state: RunState) -> str:
     """Return `preemptors_of` of a preempted run's newest attempt."""
     started = [event for event in records.events(folder) if event.event == "started"][-1:]
-    jobs = _jobs_here(state, started)
-    accounted = AccountedRestarts(_accounted(jobs), {folder: jobs}).of(folder)
+    accounted = _ask({folder: _jobs_here(state, started)}).of(folder)
     return preemptors_of(started[0], accounted[-1]) if accounted else ""
 
 
@@ -156,15 +159,6 @@ def _jobs_here(state: RunState, started: Sequence[Event]) -> list[str]:
     if not started or not is_queued(state) or state.slurm_cluster not in (None, site.cluster_name()):
         return []
     return list(dict.fromkeys(event.job_id for event in started if event.job_id is not None))
-
-
-def _accounted(job_ids: Iterable[str]) -> dict[str, list[AccountedStart]]:
-    """Return accounting's records by job."""
-    found: dict[str, list[AccountedStart]] = {}
-    ids = list(job_ids)
-    for each in (accounting.accounted(ids) or []) if ids else []:
-        found.setdefault(each.job_id, []).append(each)
-    return found
 
 
 def preemptors_of(started: Event, accounted: AccountedStart) -> str:

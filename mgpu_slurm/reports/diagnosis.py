@@ -98,7 +98,7 @@ def _of_state(folder: RunFolder, state: RunState, cause: Cause | None) -> Why | 
         # a batch step that exists records how its attempt ended
         is_unseen = state.attempts and _end_of_attempt(folder, state.attempts) is None
         cause = failures.SUPERVISOR if is_unseen else failures.UNKNOWN
-    said = attempts.last_said(folder) if cause in (failures.TIME_LIMIT, failures.NO_CHECKPOINT_IN_TIME) else ""
+    said = attempts.said_of(folder) if cause in (failures.TIME_LIMIT, failures.NO_CHECKPOINT_IN_TIME) else ""
     if cause is failures.DEPENDENCY:
         said = _waited_for(folder)
     return Why(
