@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+from collections.abc import Collection
 from datetime import datetime, timezone
 from pathlib import Path
 
@@ -84,7 +85,7 @@ def find(name: str) -> RunFolder:
     found = (
         [folder for folder in known if folder.run == name]
         or [folder for folder in known if _MADE_UNIQUE.sub("", folder.run) == name]
-        or _without_confirmations([folder for folder in known if folder.run.startswith(name)])
+        or without_confirmations([folder for folder in known if folder.run.startswith(name)])
         or (_with_job(name, known) if _JOB_ID.fullmatch(name) else [])
     )
     here = [folder for folder in found if folder.path.parent == layout.runs_root().resolve()]
@@ -104,7 +105,7 @@ def find(name: str) -> RunFolder:
 
 
 def _newest() -> RunFolder:
-    known = _without_confirmations([folder for root in roots() for folder in folders(root) if _is_own(folder)])
+    known = without_confirmations([folder for root in roots() for folder in folders(root) if _is_own(folder)])
     if not known:
         raise UserError(f"{NEWEST}: there are no runs yet: start one with `{program()} submit`")
     return max(known, key=_submitted)
@@ -115,8 +116,8 @@ def _submitted(folder: RunFolder) -> datetime:
     return time_of(latest(state.submitted for _, state in records.read_states(folder))) or _NEVER
 
 
-def _without_confirmations(found: list[RunFolder]) -> list[RunFolder]:
-    """Return folders without the confirmations of sweeps among them."""
+def without_confirmations(found: Collection[RunFolder]) -> list[RunFolder]:
+    """Return folders without the confirmations of sweeps among them, whose workers are those of the sweeps."""
     return [
         folder
         for folder in found

@@ -130,10 +130,9 @@ def chosen(words: Sequence[str], note: Note = quiet) -> list[tuple[RunFolder, Ru
 
 
 def _once(found: Sequence[tuple[RunFolder, RunState]]) -> list[tuple[RunFolder, RunState]]:
-    """Return runs without the confirmation of a sweep among them: its workers are those of the sweep."""
-    groups = dict.fromkeys(folder.group for folder, _ in found)
-    again = {each for each in groups if sweep_state.is_confirmation(each) and sweep_state.confirmed_by(each) in groups}
-    return [(folder, state) for folder, state in found if folder.group not in again]
+    """Return runs without the workers of a confirmation, which are those of its sweep, if that is among them."""
+    groups = {*lookup.without_confirmations(dict.fromkeys(folder.group for folder, _ in found))}
+    return [(folder, state) for folder, state in found if folder.group in groups]
 
 
 def gather(
