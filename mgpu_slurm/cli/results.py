@@ -230,6 +230,8 @@ def _export_to_tracker(name: str, form: str, as_json: bool) -> None:
     from mgpu_slurm.trackers import past_runs
 
     runs = _own_runs(name)
+    if not runs:
+        raise UserError(f"{name}: no trial has begun: there is nothing to send")
     alive = {
         folder
         for folder, state in current_state.current(dict.fromkeys(run.group for run in runs))
@@ -238,8 +240,6 @@ def _export_to_tracker(name: str, form: str, as_json: bool) -> None:
     groups = {folder.group for folder in alive}
     # a trial may continue as long as any worker of its sweep runs
     ended = [run not in alive if run.task is not None or run.group == run else run.group not in groups for run in runs]
-    if not runs:
-        raise UserError(f"{name}: no trial has begun: there is nothing to send")
     found = []
     for each in past_runs.send(list(zip(runs, ended, strict=True)), form, Path.cwd()):
         found.append(each)

@@ -29,8 +29,8 @@ from mgpu_slurm.trackers.sending import Sender
 FIRST_LOOK, LOOK_EVERY, LOOK_AT_TRIALS_EVERY = 1.0, 5.0, 30.0
 """Seconds until the first look at the run, and between two; there may be thousands of trials."""
 
-LAST_PAUSES = (1.0, 2.0, 4.0, 0.0)
-"""Seconds after each look at the end of the job, as long as something was not sent."""
+LAST_PAUSES = (0.0, 1.0, 2.0, 4.0)
+"""Seconds before each look at the end of the job, as long as something was not sent."""
 
 
 def main(folder: RunFolder) -> None:
@@ -48,13 +48,17 @@ def main(folder: RunFolder) -> None:
     # a run that was deleted needs no sender
     while os.path.exists(folder.spec):
         if is_over.wait(pause):
-            for pause in LAST_PAUSES:
-                if senders.look(is_job_over=True):
-                    return
-                time.sleep(pause)
+            _look_at_last(senders)
             return
         senders.look(is_job_over=False)
         pause = LOOK_EVERY if spec.kind == "run" else LOOK_AT_TRIALS_EVERY
+
+
+def _look_at_last(senders: Senders) -> None:
+    for pause in LAST_PAUSES:
+        time.sleep(pause)
+        if senders.look(is_job_over=True):
+            return
 
 
 def _hear_the_end(is_over: threading.Event) -> None:

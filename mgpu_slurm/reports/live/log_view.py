@@ -99,7 +99,7 @@ def last_lines(parts: Sequence[tuple[Path, int]], view: LogView, rank: int) -> I
     """
     lines = view.lines(rank)
     found: list[str] = []
-    backwards = (line for path, end in reversed(parts) for line in _backwards(path, end))
+    backwards = (line for path, end in reversed(parts) for line in _without_empty_end(_backwards(path, end)))
     while len(found) < (view.tail or 0) and (line := next(backwards, None)) is not None:
         found += lines.line(line.decode(errors="replace"))
     yield from reversed(found)
@@ -108,19 +108,23 @@ def last_lines(parts: Sequence[tuple[Path, int]], view: LogView, rank: int) -> I
 def end_of_lines(path: Path) -> int:
     """Return how many bytes of a log are whole lines."""
     size = path.stat().st_size
-    begun = next(_backwards(path, size, with_empty_end=True), b"")
-    return size - len(begun)
+    return size - len(next(_backwards(path, size), b""))
 
 
-def _backwards(path: Path, end: int, with_empty_end: bool = False) -> Iterator[bytes]:
-    """Yield the lines of the first bytes of a file, the last one first.
+def _without_empty_end(backwards: Iterator[bytes]) -> Iterator[bytes]:
+    """Yield these lines without the first one if that is empty, because a line feed ends the last line."""
+    begun = next(backwards, b"")
+    yield from [begun] if begun else []
+    yield from backwards
+
+
+def _backwards(path: Path, end: int) -> Iterator[bytes]:
+    """Yield what follows the last line feed, which may be empty, and then the lines before it, the last one first.
 
     Args:
-        end: number of these bytes.
-        with_empty_end: also yield an empty line after the last line feed.
+        end: number of bytes of the file that count.
     """
     parts: list[bytes] = []
-    is_last = True
     with open(path, "rb") as file:
         while end > 0:
             begin = max(0, end - BLOCK)
@@ -128,10 +132,7 @@ def _backwards(path: Path, end: int, with_empty_end: bool = False) -> Iterator[b
             first, *others = file.read(end - begin).split(b"\n")
             end = begin
             if others:
-                line = others.pop() + b"".join(reversed(parts))
-                if line or not is_last or with_empty_end:
-                    yield line
-                is_last = False
+                yield others.pop() + b"".join(reversed(parts))
                 yield from reversed(others)
                 parts = []
             parts.append(first)
