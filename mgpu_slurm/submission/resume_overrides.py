@@ -32,6 +32,7 @@ from mgpu_slurm.run_folder.layout import RunFolder
 from mgpu_slurm.run_folder.states import COMPLETED
 from mgpu_slurm.submission import cluster_file as clusters
 from mgpu_slurm.submission.project import environment, job_config, snapshot
+from mgpu_slurm.trackers import destinations
 
 T = TypeVar("T")
 
@@ -160,7 +161,8 @@ def _new_code(folder: RunFolder, spec: Spec, probes: Sequence[Config]) -> Iterat
     old = folder.path / f"code-{max(state.attempts for _, state in records.read_states(folder))}"
     facts_before = files.read_json(folder.environment)
     try:
-        taken = snapshot.take(Path(spec.project), staging.code, limit, folder.path.parent, spec.workdir)
+        skip = [folder.path.parent, *destinations.database_files(spec.sinks)]
+        taken = snapshot.take(Path(spec.project), staging.code, limit, skip, spec.workdir)
         facts = environment.describe(taken)
         spec = replace(spec, python=sys.executable)
         values = [configs.merge(spec.config, probe) for probe in probes] or [spec.config]

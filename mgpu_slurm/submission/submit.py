@@ -34,6 +34,7 @@ from mgpu_slurm.submission import missing, plan, resume_overrides
 from mgpu_slurm.submission.plan import Plan, Request
 from mgpu_slurm.submission.project import environment, job_config, snapshot
 from mgpu_slurm.submission.resume_overrides import NO_CHANGE, Change
+from mgpu_slurm.trackers import destinations
 
 STALE_STAGING_SECONDS = 3600
 
@@ -252,9 +253,8 @@ def _remove_stale_staging(runs: Path) -> None:
 
 def _complete(made: Plan, request: Request, staging: RunFolder, cwd: Path) -> Plan:
     """Take the snapshot, complete the config, and write the run's files."""
-    taken = snapshot.take(
-        Path(made.spec.project), staging.code, made.snapshot_limit, layout.runs_root(), made.spec.workdir
-    )
+    skip = [layout.runs_root(), *destinations.database_files(made.spec.sinks)]
+    taken = snapshot.take(Path(made.spec.project), staging.code, made.snapshot_limit, skip, made.spec.workdir)
     spec, notes = missing.resolve_command(made.spec, staging.code)
     made = replace(made, spec=spec)
     facts = environment.describe(taken)

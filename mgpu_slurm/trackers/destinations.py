@@ -43,7 +43,18 @@ class Destination:
     @property
     def is_file(self) -> bool:
         """Return whether it is a database that only processes of one machine can safely share."""
-        return self.tracker == MLFLOW and _SQLITE.match(self.place) is not None
+        return bool(self.files)
+
+    @property
+    def files(self) -> list[Path]:
+        """Return the files of such a database; some of them exist only while it is written."""
+        found = _SQLITE.fullmatch(self.place.partition("#")[0]) if self.tracker == MLFLOW else None
+        return [Path(found["file"] + end) for end in ("", "-journal", "-wal", "-shm")] if found else []
+
+
+def database_files(texts: Iterable[str]) -> list[Path]:
+    """Return the files of the databases among destinations, as `str` has written them."""
+    return [file for text in texts for file in Destination.parse(text).files]
 
 
 def resolve(texts: Iterable[str], cwd: Path, project: str) -> tuple[Destination, ...]:

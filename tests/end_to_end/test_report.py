@@ -135,7 +135,10 @@ def test_numbers_are_those_of_the_files(report: Report) -> None:
 
 def test_charts_are_files_of_their_own(report: Report) -> None:
     names = {path.stem for path in report.charts.iterdir()}
-    assert names >= {"curve-0", "curve-1", "sweep-0-history", "sweep-0-parallel", "attempts-chart", "ledger"}
+    assert names >= {
+        *("loss-by-progress", "accuracy-by-progress", "search-loss-of-each-trial", "search-Parallel-coordinates"),
+        *("Attempts-of-runs", "Where-the-time-went"),
+    }
     for path in report.charts.iterdir():
         assert ElementTree.parse(path).getroot().tag == "{http://www.w3.org/2000/svg}svg"
 
@@ -159,7 +162,7 @@ def test_outputs_are_checked_first(report: Report) -> None:
     assert done.returncode == 0
     assert done.stdout.startswith("<!doctype html>")
     assert done.stdout.endswith("</html>\n")
-    assert {path.name for path in (project.folder / "more").iterdir()} >= {"curve-0.svg"}
+    assert {path.name for path in (project.folder / "more").iterdir()} >= {"loss-by-progress.svg"}
 
 
 # -- the page in a browser

@@ -20,10 +20,10 @@ from mgpu_slurm.metrics import event_writer
 from mgpu_slurm.metrics.event_layout import Integers
 from mgpu_slurm.reports.aggregation.aggregate import Aggregate, Group
 from mgpu_slurm.reports.aggregation.decimation import decimated
-from mgpu_slurm.reports.aggregation.run_sources import MADE_HERE
 from mgpu_slurm.reports.aggregation.statistics import NAMES, Summary
+from mgpu_slurm.submission.project.outputs import AGGREGATE, CURVES
 
-CSV, PARQUET, TENSORBOARD = "curves.csv", "curves.parquet", "tensorboard"
+PARQUET, TENSORBOARD = "curves.parquet", "tensorboard"
 NO_PARQUET = "Parquet needs pyarrow, which is not installed: pip install 'mgpu-slurm[parquet]'"
 
 MOST_POINTS = 10_000
@@ -47,7 +47,7 @@ def check(out: Path | None, parquet: bool | None = None) -> None:
 
 
 def _may_be_replaced(out: Path) -> bool:
-    return out.is_dir() and ((out / MADE_HERE).exists() or not any(out.iterdir()))
+    return out.is_dir() and ((out / AGGREGATE).exists() or not any(out.iterdir()))
 
 
 def default_folder(result: Aggregate) -> Path:
@@ -67,7 +67,7 @@ def write(result: Aggregate, out: Path, parquet: bool | None = None) -> list[str
     made = Path(tempfile.mkdtemp(dir=out.parent, prefix=f".{out.name}."))
     try:
         written = list(_write_into(made, result, has_parquet() if parquet is None else parquet))
-        write_json(made / MADE_HERE, without_nan(result.facts))
+        write_json(made / AGGREGATE, without_nan(result.facts))
         # mkdtemp uses mode 0700; the results get the parent folder's permissions
         made.chmod(0o777 & out.parent.stat().st_mode)
         _put_in_place(made, out)
@@ -90,8 +90,8 @@ def _put_in_place(made: Path, out: Path) -> None:
 
 
 def _write_into(folder: Path, result: Aggregate, parquet: bool) -> Iterator[str]:
-    _write_csv(folder / CSV, result)
-    yield CSV
+    _write_csv(folder / CURVES, result)
+    yield CURVES
     if parquet:
         _write_parquet(folder / PARQUET, result)
         yield PARQUET

@@ -13,11 +13,9 @@ from mgpu_slurm.core.formatting import program
 from mgpu_slurm.registry import lookup
 from mgpu_slurm.run_folder import records
 from mgpu_slurm.run_folder.layout import TRIALS, RunFolder
+from mgpu_slurm.submission.project.outputs import AGGREGATE
 
 EVENT_FILES = "*tfevents*"
-MADE_HERE = "aggregate.json"
-"""A folder with this file contains curves of several runs, and is not a run itself."""
-
 PARTS = frozenset({"train", "training", "val", "valid", "validation", "test", "eval", "evaluation"})
 """Names of folders in which loggers keep a part of a run's curves, as Keras does."""
 
@@ -143,7 +141,8 @@ def _below(folder: Path, made_here: bool) -> Iterator[Source]:
         if "spec.yaml" in files and "state.json" in files:
             yield from _members(RunFolder(Path(path).absolute()))
             subfolders.clear()
-        elif MADE_HERE in files and not made_here:
+        elif AGGREGATE in files and not made_here:
+            # curves of several runs, and not a run itself
             subfolders.clear()
         elif fnmatch.filter(files, EVENT_FILES):
             foreign[Path(path)] = _run_of(Path(path), folder, foreign)

@@ -12,6 +12,7 @@ from mgpu_slurm.reports.page.markup import Markup, Section, figure, joined, scro
 from mgpu_slurm.reports.page.overview import overview
 from mgpu_slurm.reports.page.shown import Shown, arranged, families
 from mgpu_slurm.reports.page.sweep_section import sweep_section
+from mgpu_slurm.submission.project.outputs import GENERATOR
 
 MOST_ROWS = 40
 """Number of rows of the timeline from which it shows runs that were interrupted or failed only."""
@@ -45,7 +46,7 @@ def page(facts: Facts, refresh: int | None = None, with_points: bool = True) -> 
         Markup('<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'),
         Markup(f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'),
         Markup(f'<meta http-equiv="refresh" content="{refresh}">' if refresh else ""),
-        Markup('<meta name="color-scheme" content="light dark">'),
+        Markup(f'<meta {GENERATOR}><meta name="color-scheme" content="light dark">'),
         tag("title", facts.title),
         tag("style", Markup(_asset("report.css"))),
     )

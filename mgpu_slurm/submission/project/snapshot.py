@@ -2,7 +2,7 @@
 
 Inside a git repository it contains the tracked files, as they are on disk now, and new files that git does not ignore,
 including those of nested repositories and submodules. Outside git it contains the folder without caches, hidden folders
-and virtual environments.
+and virtual environments. Files that commands have written on request are left out, unless git tracks them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import shutil
 import stat
 import subprocess
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Set
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,6 +22,7 @@ from mgpu_slurm.core.errors import UserError
 from mgpu_slurm.core.files import set_mode
 from mgpu_slurm.core.formatting import human_size
 from mgpu_slurm.run_folder.layout import RUNS, RunFolder
+from mgpu_slurm.submission.project.outputs import without_outputs
 
 MAX_FILES = 50_000
 """With more files it is probably a data folder, and every submission would be slow."""
@@ -44,6 +45,15 @@ class Snapshot:
     bytes: int
     digest: str
     """sha256 over relative names, kinds (file, executable, link) and content: equal for equal code, anywhere."""
+
+
+@dataclass(frozen=True)
+class _Listing:
+    """The files of a repository and those nested in it, by their names in it."""
+
+    tracked: list[str]
+    """Deleted ones are included."""
+    new: list[str]
 
 
 @dataclass(frozen=True)
@@ -80,29 +90,30 @@ def find_root(anchor: Path) -> Path:
     return anchor if is_foreign else top
 
 
-def take(root: Path, destination: Path, limit: int, skip: Path, workdir: str = ".") -> Snapshot:
+def take(root: Path, destination: Path, limit: int, skip: Collection[Path], workdir: str = ".") -> Snapshot:
     """Copy the project to `destination`, a folder that does not exist yet.
 
     Args:
         root: the project, from `find_root`.
         destination: becomes the copy; its parent has to exist.
         limit: maximum size of all files together, in bytes.
-        skip: a folder that is never part of the code: the runs folder.
+        skip: files and folders that are never part of the code, such as the runs folder.
         workdir: the job's working directory, relative to the root; created if it contains no file of the code.
 
     Raises:
         UserError: over the limit, over `MAX_FILES`, or a file cannot be read; nothing is left behind.
     """
-    skipped = _relative_name(skip, root)
-    tracked = _git_names(root, skipped) if (root / ".git").exists() else None
-    if tracked is None:
+    skipped = frozenset(filter(None, (_relative_name(each, root) for each in skip)))
+    listing = _git_listing(root, skipped) if (root / ".git").exists() else None
+    if listing is None:
         commit, dirty = None, False
         advice = "move data out of the folder, or keep the code in a git repository with a .gitignore"
-        entries = _entries(root, _walk_names(root, skipped), advice)
+        entries = _entries(root, without_outputs(root, _walk_names(root, skipped)), advice)
     else:
-        commit, dirty = _git_state(root, skipped)
+        commit, has_changes = _git_state(root, skipped)
+        dirty = has_changes or bool(listing.new)
         advice = "add what is not code to .gitignore"
-        entries = _entries(root, tracked, advice)
+        entries = _entries(root, [*listing.tracked, *listing.new], advice)
     _check_size(root, entries, limit, advice)
     destination.mkdir()
     try:
@@ -159,39 +170,43 @@ def _repository_in(message: str) -> str | None:
     return found[1] if found else None
 
 
-def _git_names(root: Path, skipped: str | None) -> list[str] | None:
-    """Return the tracked and new files of a repository and those nested in it, or None without git.
-
-    Names of deleted tracked files are included.
-    """
-    excluded = [] if skipped is None else [f"--exclude=/{_escape_pattern(skipped)}"]
-    output = _git(root, "ls-files", "-z", "-c", "-o", "--exclude-standard", *excluded)
-    if output is None:
+def _git_listing(root: Path, skipped: Set[str]) -> _Listing | None:
+    """Return the files of a repository that are tracked or new; None without git."""
+    excluded = [f"--exclude=/{_escape_pattern(name)}" for name in skipped]
+    tracked = _git(root, "ls-files", "-z", "--cached")
+    new = _git(root, "ls-files", "-z", "--others", "--exclude-standard", *excluded)
+    if tracked is None or new is None:
         return None
-    names: list[str] = []
+    return _Listing(
+        tracked=[*_git_names(root, tracked, skipped)],
+        new=[*without_outputs(root, _git_names(root, new, skipped))],
+    )
+
+
+def _git_names(root: Path, output: bytes, skipped: Set[str]) -> Iterator[str]:
+    """Yield the names that git lists, and those in the repositories among them."""
     for name in {os.fsdecode(name).removesuffix("/") for name in output.split(b"\0") if name}:
-        if skipped is not None and _is_below(name, skipped):
+        if any(_is_below(name, each) for each in skipped):
             continue
         # of a submodule, or a repository cloned into this one, git lists only the folder
         if os.path.lexists(root / name / ".git") and not os.path.islink(root / name):
-            names += _nested_names(root, name, skipped)
+            yield from _nested_names(root, name, skipped)
         else:
-            names.append(name)
-    return names
+            yield name
 
 
-def _nested_names(root: Path, name: str, skipped: str | None) -> Iterator[str]:
-    inner_skipped = skipped.removeprefix(f"{name}/") if skipped and skipped.startswith(f"{name}/") else None
-    inner_names = _git_names(root / name, inner_skipped)
+def _nested_names(root: Path, name: str, skipped: Set[str]) -> Iterator[str]:
+    inner_skipped = {each.removeprefix(f"{name}/") for each in skipped if each.startswith(f"{name}/")}
+    found = _git_listing(root / name, inner_skipped)
     # a submodule with a broken .git still contains code
-    for inner in _walk_names(root / name, inner_skipped) if inner_names is None else inner_names:
+    for inner in _walk_names(root / name, inner_skipped) if found is None else [*found.tracked, *found.new]:
         yield f"{name}/{inner}"
 
 
-def _git_state(root: Path, skipped: str | None) -> tuple[str | None, bool]:
-    """Return the commit (None before the first) and whether the files differ from it."""
-    excluded = [] if skipped is None else ["--", ".", f":(exclude,literal){skipped}"]
-    flags = ["--porcelain=v2", "--branch", "-z", "--untracked-files=normal", "--ignore-submodules=none"]
+def _git_state(root: Path, skipped: Set[str]) -> tuple[str | None, bool]:
+    """Return the commit (None before the first) and whether tracked files differ from it."""
+    excluded = ["--", ".", *(f":(exclude,literal){name}" for name in skipped)] if skipped else []
+    flags = ["--porcelain=v2", "--branch", "-z", "--untracked-files=no", "--ignore-submodules=none"]
     output = _git(root, "status", *flags, "--no-renames", "--no-ahead-behind", *excluded) or b""
     commit, dirty = None, False
     for record in output.split(b"\0"):
@@ -202,13 +217,13 @@ def _git_state(root: Path, skipped: str | None) -> tuple[str | None, bool]:
     return commit, dirty
 
 
-def _walk_names(root: Path, skipped: str | None) -> Iterator[str]:
+def _walk_names(root: Path, skipped: Set[str]) -> Iterator[str]:
     """Yield the files and links of a folder outside git."""
     pending = [""]
     while pending:
         folder = pending.pop()
         for name, is_folder in _children(root, folder):
-            if name == skipped:
+            if name in skipped:
                 continue
             if not is_folder:
                 yield name

@@ -11,7 +11,9 @@ import pytest
 
 from mgpu_slurm.core.errors import UserError
 from mgpu_slurm.submission.project import snapshot
+from mgpu_slurm.submission.project.outputs import GENERATOR
 from mgpu_slurm.submission.project.snapshot import Snapshot, find_root, take
+from mgpu_slurm.trackers.destinations import database_files
 
 LIMIT = 1_000_000
 
@@ -68,7 +70,7 @@ def copy(tmp_path: Path) -> Callable[..., tuple[Snapshot, Path]]:
 
     def do(root: Path, limit: int = LIMIT, skip: Path | None = None) -> tuple[Snapshot, Path]:
         destination = tmp_path / f"copy-{len(list(tmp_path.glob('copy-*')))}"
-        return take(root, destination, limit, skip or root / "runs"), destination
+        return take(root, destination, limit, [skip or root / "runs"]), destination
 
     return do
 
@@ -250,6 +252,33 @@ def test_runs_folder_is_never_copied_and_never_counts_as_dirty(
 def test_old_runs_in_the_project_are_not_copied(project: Path, tmp_path: Path, copy: Copy) -> None:
     write(project, {"train.py": "1", "lib/runs/kept": "1", "runs/one/spec.yaml": "", "runs/one/code/train.py": "1"})
     assert names(copy(project, skip=tmp_path / "elsewhere")[1]) == {"train.py", "lib/runs/kept"}
+
+
+@pytest.mark.parametrize("in_git", [True, False])
+def test_what_commands_have_written_is_not_copied_and_does_not_count_as_dirty(
+    project: Path, tmp_path: Path, copy: Copy, in_git: bool
+) -> None:
+    own = {"train.py": "1", "page.html": "<html>", "data/aggregate.json": "{}", "mark.svg": "<svg/>", "curves.csv": "1"}
+    write(project, own)
+    if in_git:
+        repository(project)
+    page = f"<!doctype html><meta {GENERATOR}>"
+    event_file = "events.out.tfevents.1795910290.node.1.0"
+    folder = dict.fromkeys(("aggregate.json", "curves.csv", f"tensorboard/a/{event_file}"), "1")
+    write(project, {"report.html": page, "pages/new.html": page, "figures/curve-1.svg": f"<svg><!-- {GENERATOR} -->"})
+    write(project, {event_file: "1", **{f"aggregate-a/{name}": text for name, text in folder.items()}})
+    write(project, {"mlflow.db": "1", "mlflow.db-wal": "1"})
+    databases = database_files([f"mlflow=sqlite:///{project}/mlflow.db#digits", "wandb=digits"])
+    there = tmp_path / "there"
+    taken = take(project, there, LIMIT, [project / "runs", *databases])
+    assert names(there) == {*own}
+    assert taken.dirty is False
+    assert copy(project)[0].digest != taken.digest
+
+
+def test_page_that_git_tracks_is_copied(project: Path, copy: Copy) -> None:
+    repository(project, {"report.html": f"<meta {GENERATOR}>"})
+    assert names(copy(project)[1]) == {"report.html"}
 
 
 def test_tracked_files_in_the_runs_folder_are_not_copied(project: Path, copy: Copy) -> None:
