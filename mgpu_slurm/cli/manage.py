@@ -25,6 +25,7 @@ from mgpu_slurm.core.errors import UserError
 from mgpu_slurm.core.formatting import counted, program
 
 if TYPE_CHECKING:
+    from mgpu_slurm.reports.live.log_view import LogView
     from mgpu_slurm.run_folder.layout import RunFolder
 
 
@@ -66,7 +67,7 @@ def status(names: tuple[str, ...], watch: bool, sort: str | None, filters: tuple
 
 
 @click.command()
-@click.argument("name", metavar="RUN", shell_complete=run_names)
+@click.argument("name", metavar="RUN|TRIAL", shell_complete=run_names)
 @click.option("--rank", metavar="RANKS", help="Which ranks' logs: 3, 0,4-7 or all.  [default: 0; with --grep, all]")
 @click.option("--tail", type=click.IntRange(min=0), metavar="N", help="Only the last N lines of each rank.")
 @click.option("--grep", metavar="REGEX", help="Only lines that match a regular expression.")
@@ -76,7 +77,7 @@ def logs(name: str, rank: str | None, tail: int | None, grep: str | None, follow
     """Print a rank's output, over all attempts.
 
     Lines of several ranks begin with the rank. With --follow, until the run ends; for a group, when its runs start and
-    end.
+    end. A trial of a sweep is named SWEEP/trials/NUMBER.
     """
     from mgpu_slurm import api
     from mgpu_slurm.registry import lookup
@@ -90,22 +91,33 @@ def logs(name: str, rank: str | None, tail: int | None, grep: str | None, follow
         if not _print_texts(log_view.of_files(lookup.launch_logs(lookup.find(name)), view)):
             print_note(f"nothing in the launch logs of run {name}" + ("" if grep is None else f" matches {grep!r}"))
         return
+    choice = rank or ("0" if grep is None else "all")
+    if (trial := lookup.trial(name)) is not None:
+        if follow:
+            raise UserError(f"--follow is for runs: follow the sweep with `logs {trial.group.run} --follow`")
+        _print_log(trial, log_view.LogView(log_view.ranks_of(choice, trial), tail, pattern), f"trial {trial.run}")
+        return
     handle = api.find(name) if follow else api.find_run(name)
     if isinstance(handle, api.Group):
         if (rank, tail, grep) != (None, None, None):
             raise UserError(f"{handle.name} has several runs: --rank, --tail and --grep are for the logs of one")
         follow_run(handle)
         return
-    ranks = log_view.ranks_of(rank or ("0" if grep is None else "all"), handle.files)
-    view = log_view.LogView(ranks, tail, pattern)
+    view = log_view.LogView(log_view.ranks_of(choice, handle.files), tail, pattern)
     if follow:
         follow_run(handle, view)
         return
-    if not _print_texts(log_view.shown(handle.files, view)) and tail != 0:
-        what = "printed nothing" if grep is None else f"printed no line that matches {grep!r}"
-        who, verb = (f"rank {ranks[0]}", "has") if len(ranks) == 1 else (f"{len(ranks)} ranks", "have")
-        print_note(f"{who} of run {handle.name} {verb} {what}; the run is {handle.state}")
-    _print_warnings(handle.files, without=ranks)
+    _print_log(handle.files, view, f"run {handle.name}", f"; the run is {handle.state}")
+
+
+def _print_log(folder: RunFolder, view: LogView, whose: str, state: str = "") -> None:
+    from mgpu_slurm.reports.live import log_view
+
+    if not _print_texts(log_view.shown(folder, view)) and view.tail != 0:
+        what = "nothing" if view.pattern is None else f"no line that matches {view.pattern.pattern!r}"
+        who, verb = (f"rank {view.ranks[0]}", "has") if len(view.ranks) == 1 else (f"{len(view.ranks)} ranks", "have")
+        print_note(f"{who} of {whose} {verb} printed {what}{state}")
+    _print_warnings(folder, without=view.ranks)
 
 
 def _print_texts(texts: Iterable[str]) -> bool:

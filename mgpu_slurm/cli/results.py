@@ -103,7 +103,7 @@ def efficiency(names: tuple[str, ...], as_json: bool) -> None:
 
 
 @click.command()
-@click.argument("name", metavar="RUN|GROUP|SWEEP", shell_complete=run_names)
+@click.argument("name", metavar="RUN|GROUP|SWEEP|TRIAL", shell_complete=run_names)
 @click.option(
     "--to",
     "form",
@@ -135,7 +135,8 @@ def export(name: str, form: str, checkpoint: str | None, which: str | None, outp
     """Write a run's weights to a file, or what runs have reported to a table or a tracker.
 
     The file of weights has the model's own names, whichever ranks saved the checkpoint, and whatever the model was
-    wrapped in. A table has a row for each report; a tracker gets the reports that it does not have yet.
+    wrapped in. A table has a row for each report; a tracker gets the reports that it does not have yet. A TRIAL is
+    SWEEP/trials/NUMBER.
 
     \b
       mgpu-slurm export RUN -o model.safetensors
@@ -170,10 +171,12 @@ def _export_weights(name: str, checkpoint: str, which: str | None, output: Path 
 
     from mgpu_slurm import api
     from mgpu_slurm.checkpoints import export as exports
+    from mgpu_slurm.registry import lookup
 
     if output is None:
         raise UserError("export: name the file for the weights with -o, such as -o model.safetensors")
-    found = exports.export(api.find_run(name).files, checkpoint, which, output)
+    folder = lookup.trial(name) or api.find_run(name).files
+    found = exports.export(folder, checkpoint, which, output)
     if as_json:
         print_json({"file": str(output.absolute()), **asdict(found)})
         return

@@ -24,6 +24,8 @@ from mgpu_slurm.run_folder.record_types import RunState
 
 _JOB_ID = re.compile(r"\d+(_\d+)?")
 
+_TRIAL = re.compile(rf"(?P<sweep>.+)/{layout.TRIALS}/(?P<number>\d{{1,9}})(/{layout.SEEDS}/(?P<seed>\d{{1,19}}))?/*")
+
 _MADE_UNIQUE = re.compile(r"-\d{8}-\d{6}-[0-9a-f]{4}$")
 """The suffix that a submission adds to a run's name."""
 
@@ -78,6 +80,11 @@ def find(name: str) -> RunFolder:
         raise UserError(f"the name of the run is empty: see `{program()} status`")
     if os.path.exists(Path(name) / "spec.yaml"):
         return RunFolder(Path(name).absolute())
+    if (one := trial(name)) is not None:
+        raise UserError(
+            f"{one.run} is a trial, not a run: `logs` and `export` take one; see also"
+            f" `{program()} trials {one.group.run}`"
+        )
     head, slash, index = name.rpartition("/")
     if slash and index.isdigit():
         return _task(find(head), int(index))
@@ -102,6 +109,28 @@ def find(name: str) -> RunFolder:
         refuse_closed(name)
         raise UserError(f"there is no run {name!r}{_hint(name, known)}: see `{program()} status`")
     return found[0]
+
+
+def trial(name: str) -> RunFolder | None:
+    """Return the trial that `SWEEP/trials/NUMBER` stands for, or its run with one of several seeds for
+    `SWEEP/trials/NUMBER/seeds/SEED`; None for any other name.
+
+    Raises:
+        UserError: there is no such sweep or trial, or it has not started.
+    """
+    found = _TRIAL.fullmatch(name)
+    if found is None:
+        return None
+    sweep = find(found["sweep"])
+    folder = sweep.of_trial(int(found["number"]))
+    if found["seed"] is not None and folder.path.is_dir():
+        folder = folder.of_seed(int(found["seed"]))
+    if not sweep_state.is_sweep(sweep):
+        raise UserError(f"{sweep.run} is no sweep: it has no trials")
+    if not folder.path.is_dir():
+        what = f"trial {found['number']}" + ("" if found["seed"] is None else f" with seed {found['seed']}")
+        raise UserError(f"{sweep.run} has no {what}, or it has not started: see `{program()} status {sweep.run}`")
+    return folder
 
 
 def _newest() -> RunFolder:

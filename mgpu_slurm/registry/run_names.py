@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from pathlib import Path
 
 from mgpu_slurm.core.errors import UserError
 from mgpu_slurm.registry.index import folders, roots
-from mgpu_slurm.run_folder.layout import RunFolder
+from mgpu_slurm.run_folder.layout import TRIALS, RunFolder
 
 NEWEST, NEWEST_FAILED = "@last", "@last-failed"
 
@@ -24,8 +25,7 @@ def completions(begun: str, only_sweeps: bool = False) -> list[str]:
         found = [folder for folder in found if folder.sweep.exists()]
     group, slash, _ = begun.rpartition("/")
     if slash:
-        tasks = [path.name for folder in found if folder.run == group for path in _parts(folder)]
-        return [f"{group}/{task}" for task in sorted(tasks, key=int) if f"{group}/{task}".startswith(begun)]
+        return [f"{group}/{part}" for part in _parts(group, found) if f"{group}/{part}".startswith(begun)]
     special = [] if only_sweeps else [NEWEST, NEWEST_FAILED]
     return [name for name in [*special, *(folder.run for folder in found)] if name.startswith(begun)]
 
@@ -35,6 +35,17 @@ def _newest_first(found: list[RunFolder]) -> list[RunFolder]:
     return sorted(found, key=lambda folder: changed[folder], reverse=True)
 
 
-def _parts(group: RunFolder) -> list[Path]:
-    """Return the folders of a group's runs that have begun."""
-    return [path for path in group.tasks.iterdir() if path.name.isdigit()] if group.tasks.is_dir() else []
+def _parts(name: str, known: Iterable[RunFolder]) -> list[str]:
+    """Return what may follow a name and a slash: the runs of a group, or the trials of a sweep, that have begun."""
+    found = []
+    for folder in known:
+        if folder.run == name:
+            found += [*_numbers(folder.tasks), *([f"{TRIALS}/"] if folder.trials.is_dir() else [])]
+        elif f"{folder.run}/{TRIALS}" == name:
+            found += _numbers(folder.trials)
+    return found
+
+
+def _numbers(folder: Path) -> list[str]:
+    names = os.listdir(folder) if folder.is_dir() else []
+    return sorted(filter(str.isdigit, names), key=int)

@@ -434,6 +434,20 @@ class TestEndedSweep:
         assert command.startswith(f"cd {project.folder} && ")
         assert "target    job.py:train" in call(f"{command} --executor local --dry-run")
 
+    def test_log_and_weights_of_a_trial(self, project: Project, tmp_path: Path) -> None:
+        shown = project.call("logs", "study/trials/1")
+        assert shown.stdout == (project.runs / "study" / "trials" / "1" / "logs" / "1-0.log").read_text()
+        assert project.call("logs", "study/trials/1", "--grep", "no such line").stderr == (
+            "mgpu-slurm: rank 0 of trial study/trials/1 has printed no line that matches 'no such line'\n"
+        )
+        refused = project.call("logs", "study/trials/1", "--follow")
+        assert (refused.returncode, refused.stderr.count("\n")) == (2, 1)
+        assert "follow the sweep with `logs study --follow`" in refused.stderr
+        weights = tmp_path / "model.safetensors"
+        assert project.json("export", "study/trials/1", "-o", str(weights))["step"] > 0
+        refused = project.call("why", "study/trials/1")
+        assert "study/trials/1 is a trial, not a run: `logs` and `export` take one; see also `" in refused.stderr
+
     def test_trials_are_listed_as_text_json_and_csv(self, project: Project) -> None:
         listed = project.json("trials", "study")
         assert [row["number"] for row in listed] == list(range(len(trials_of(project.runs / "study"))))

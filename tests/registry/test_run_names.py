@@ -118,6 +118,32 @@ def test_completions_are_names_that_begin_alike_the_newest_first(runs: Path) -> 
     assert completions("train-a/1") == ["train-a/1", "train-a/10", "train-a/11"]
     assert completions("train-b/") == completions("unknown/") == []
     assert completions("", only_sweeps=True) == ["search"]
+    for number in (0, 2, 10):
+        sweep.of_trial(number).path.mkdir(parents=True)
+    assert completions("search/") == ["search/0", "search/trials/"]
+    assert completions("search/trials/") == [f"search/trials/{number}" for number in (0, 2, 10)]
+    assert completions("search/trials/1") == ["search/trials/10"]
+
+
+def test_trial_is_named_below_its_sweep(runs: Path) -> None:
+    sweep, group = made(runs, "search", 1, tasks=1), made(runs, "group", 2, tasks=1)
+    sweep.sweep.write_text("{}")
+    sweep.of_trial(3).of_seed(1).path.mkdir(parents=True)
+    # by which a folder is known as a run
+    sweep.spec.touch()
+    assert lookup.trial("search/trials/3") == lookup.trial("runs/search/trials/3/") == sweep.of_trial(3)
+    assert lookup.trial("sea/trials/3/seeds/1") == sweep.of_trial(3).of_seed(1)
+    assert lookup.trial("search") is lookup.trial("search/0") is lookup.trial("trials/3/x") is None
+    for name, problem in (
+        ("search/trials/4", "search has no trial 4, or it has not started: see `.+ status search`"),
+        ("search/trials/3/seeds/2", "search has no trial 3 with seed 2, or it has not started"),
+        ("other/trials/3", "there is no run 'other'"),
+        (f"{group.run}/trials/3", "group is no sweep: it has no trials"),
+    ):
+        with pytest.raises(UserError, match=problem):
+            lookup.trial(name)
+    with pytest.raises(UserError, match="search/trials/3 is a trial, not a run: `logs` and `export` take one"):
+        lookup.find("search/trials/3")
 
 
 def test_bash_completes_runs(project: Project) -> None:

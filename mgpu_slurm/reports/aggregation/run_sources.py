@@ -9,10 +9,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from mgpu_slurm.core.errors import UserError
-from mgpu_slurm.core.formatting import program
 from mgpu_slurm.registry import lookup
 from mgpu_slurm.run_folder import records
-from mgpu_slurm.run_folder.layout import TRIALS, RunFolder
+from mgpu_slurm.run_folder.layout import RunFolder
 from mgpu_slurm.submission.project.outputs import AGGREGATE
 
 EVENT_FILES = "*tfevents*"
@@ -66,9 +65,8 @@ def _below_its_place(source: Source) -> str:
 
 
 def _sources_of(word: str, made_here: bool) -> Iterator[Source]:
-    head, slash, number = word.rpartition(f"/{TRIALS}/")
-    if slash and number.isdigit():
-        yield _one_trial(lookup.find(head), int(number))
+    if (trial := lookup.trial(word)) is not None:
+        yield _trial(trial)
         return
     folder = Path(word)
     # of a name that is too long for a file, `Path.is_dir` raises an error
@@ -102,13 +100,6 @@ def _trials(study: Source) -> Iterator[Source]:
     names = os.listdir(study.own.trials) if study.own.trials.is_dir() else []
     for number in sorted(int(name) for name in names if name.isdigit()):
         yield _trial(study.own.of_trial(number))
-
-
-def _one_trial(study: RunFolder, number: int) -> Source:
-    found = _trial(study.of_trial(number))
-    if not found.path.is_dir():
-        raise UserError(f"{study.run} has no trial {number}, or it has not started: see `{program()} status`")
-    return found
 
 
 def _trial(folder: RunFolder) -> Source:

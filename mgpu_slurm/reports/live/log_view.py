@@ -146,7 +146,8 @@ def ranks_of(text: str, folder: RunFolder) -> list[int]:
     Raises:
         UserError: it is something else, or the run has no such rank.
     """
-    now = records.read_state(folder).ranks
+    # those of a trial are the ranks of its worker
+    now = records.read_state(folder.group if folder.is_trial else folder).ranks
     if text == "all":
         # a resumed run may have had more
         return sorted({*range(now), *_ranks_with_logs(folder)})
