@@ -22,8 +22,8 @@ HEADER = ["RUN", "STATE", "ATTEMPT", "RANKS", "STEP", "PROGRESS", "LEFT", "AGE",
 _LEFT_OUT_FIRST = ("AGE", "RANKS", "ATTEMPT", "STEP", "TIME", "PROGRESS", "LEFT")
 """Columns that are left out on a narrow terminal, in this order."""
 _LEAST_ROOM_FOR_METRICS = 16
-_LONGEST_NAME = 28
-"""Maximum length of a run's name on a narrow terminal; its middle is left out."""
+_LONGEST_NAME, _LONGEST_VERY_NARROW = 28, 20
+"""Maximum length of a run's name on a narrow terminal, and on one of less than 72 columns; its middle is left out."""
 
 
 EVERYTHING = Choice()
@@ -89,7 +89,7 @@ def table(
     told = [head]
     for line, entry in zip(lines, entries, strict=True):
         told.append(line)
-        below = [entry.run] if _shortened(entry.run) != entry.run else []
+        below = [entry.run] if _shortened(entry.run, room.columns) != entry.run else []
         for text in filter(None, [*below, _details(entry)]):
             told += textwrap.wrap(text, room.columns, initial_indent="    ", subsequent_indent="    ")
     return "\n".join(told)
@@ -105,7 +105,7 @@ def _narrow_lines(entries: list[RunState], columns: int, least_for_last: int = 0
     Args:
         least_for_last: minimum width of the last column (reasons and metrics).
     """
-    rows = [[_shortened(row[0]), *row[1:]] for row in cells(entries)]
+    rows = [[_shortened(row[0], columns), *row[1:]] for row in cells(entries)]
     for name in _LEFT_OUT_FIRST:
         # reasons and metrics may be cut
         wide = {title: max(map(len, (title, *cells))) for title, *cells in zip(*rows, strict=True)}
@@ -134,12 +134,13 @@ def _aligned(rows: list[list[str]]) -> list[str]:
     return [line.rstrip() for line in tabulate(rows, tablefmt="plain", disable_numparse=True).splitlines()]
 
 
-def _shortened(name: str) -> str:
+def _shortened(name: str, columns: int) -> str:
     """Return a name such as `train-imagene...-115015-eb8f`: beginning and end suffice to recognize a run."""
-    if len(name) <= _LONGEST_NAME:
+    longest = _LONGEST_NAME if columns >= 72 else _LONGEST_VERY_NARROW
+    if len(name) <= longest:
         return name
     end = len("-hhmmss-xxxx")
-    return f"{name[: _LONGEST_NAME - end - 3]}...{name[-end:]}"
+    return f"{name[: longest - end - 3]}...{name[-end:]}"
 
 
 def _by_group(states: list[RunState]) -> Iterator[tuple[str | None, list[RunState]]]:
@@ -213,7 +214,7 @@ def _row(state: RunState, now: datetime) -> list[str]:
         state.state,
         str(state.attempts),
         f"{state.nodes}x{state.ranks // state.nodes}",
-        str(state.step or ""),
+        _least_and_most(state, "step"),
         _progress(state),
         "" if left is None else duration(left),
         duration((now - submitted).total_seconds()) if submitted else "",
@@ -223,7 +224,15 @@ def _row(state: RunState, now: datetime) -> list[str]:
 
 
 def _progress(state: RunState) -> str:
-    return str(state.progress or "") if state.total is None else f"{state.progress}/{state.total}"
+    told = _least_and_most(state, "progress")
+    return told if state.total is None else f"{told or 0}/{state.total}"
+
+
+def _least_and_most(state: RunState, name: str) -> str:
+    """Return a number of a run, empty for 0; of the runs of a group the least, and the largest one if that differs."""
+    found = [getattr(run, name) for run in state.runs] if isinstance(state, GroupState) else [getattr(state, name)]
+    least, most = min(found), max(found)
+    return (str(least) if least == most else f"{least}-{most}") if most else ""
 
 
 def _details(state: RunState) -> str:

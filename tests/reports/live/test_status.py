@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from datetime import datetime, timezone
 
 import pytest
@@ -62,11 +63,11 @@ def test_progress_and_time_left_are_shown_of_runs_that_say_their_total() -> None
     runs = [RunState(run=f"group/{place}", state="RUNNING", progress=place, **known) for place in (4, 5)]
     header, *lines = [line.split() for line in status_table.table(runs, {"group"}).splitlines()]
     assert header == ["RUN", "STATE", "ATTEMPT", "RANKS", "PROGRESS", "LEFT", "REASON,", "METRICS"]
-    # that of the group is that of its slowest run
+    # the time left is that of the slowest run
     assert [line[:6] for line in lines] == [
         ["group/4", "RUNNING", "0", "1x1", "4/10", "5m59s"],
         ["group/5", "RUNNING", "0", "1x1", "5/10", "4m59s"],
-        ["group", "RUNNING", "0", "1x1", "4/10", "5m59s"],
+        ["group", "RUNNING", "0", "1x1", "4-5/10", "5m59s"],
     ]
     assert status.facts(runs[0])["left_seconds"] == pytest.approx(360, abs=10)
     # one run of the group may take any time
@@ -96,6 +97,14 @@ RUNS = [
         reason="rank 0 on gpu-17: OutOfMemoryError: " + 60 * "x",
     ),
 ]
+
+
+def test_progress_is_shown_beside_reasons_in_half_a_terminal() -> None:
+    runs = [replace(RUNS[0], progress=3, total=90), RUNS[1]]
+    header, first, *others = status_table.overview(runs, os.terminal_size((60, 24))).splitlines()
+    assert max(map(len, (header, first, *others))) <= 60
+    assert header.split() == ["RUN", "STATE", "PROGRESS", "REASON,", "METRICS"]
+    assert first.startswith("digit...-115015-eb8f  RUNNING    3/90 ")
 
 
 @pytest.mark.parametrize("columns", [80, 100])
