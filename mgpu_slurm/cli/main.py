@@ -13,7 +13,7 @@ import click
 
 from mgpu_slurm.cli import manage, results, setup, submit, sweeps, views
 from mgpu_slurm.cli.output import INTERRUPTED, PROGRAM, fail
-from mgpu_slurm.core.errors import MgpuError, UserError
+from mgpu_slurm.core.errors import MgpuError, UserError, nearest
 
 COMMANDS = [
     *(setup.init, setup.completion, setup.doctor),
@@ -23,6 +23,10 @@ COMMANDS = [
     *(results.why, results.diff, results.efficiency, results.profile, results.export),
     *(views.report, views.aggregate, views.tensorboard),
 ]
+
+
+_TAKE_VALUES = ("submit", "scaling")
+"""Commands that take the job's config values, which other programs take as options."""
 
 
 def main(arguments: list[str] | None = None) -> NoReturn:
@@ -39,10 +43,9 @@ def main(arguments: list[str] | None = None) -> NoReturn:
         sys.exit(INTERRUPTED)
     except click.ClickException as error:
         context = getattr(error, "ctx", None)
+        told = _no_option(error) if isinstance(error, click.NoSuchOption) and words[0] in _TAKE_VALUES else None
         fix = f": see `{context.command_path} --help`" if context else ""
-        if isinstance(error, click.NoSuchOption) and words[0] in ("submit", "scaling"):
-            fix = f" (config values have no dashes: lr=0.1; a command goes after `--`){fix}"
-        fail(error.format_message().rstrip(".") + fix, UserError.exit_code)
+        fail((told or error.format_message().rstrip(".")) + fix, UserError.exit_code)
     except MgpuError as error:
         if debug:
             raise
@@ -56,6 +59,17 @@ def main(arguments: list[str] | None = None) -> NoReturn:
             raise
         fail(f"{error}: fix that and try again", MgpuError.exit_code)
     sys.exit(0)
+
+
+def _no_option(error: click.NoSuchOption) -> str:
+    close = nearest(error.option_name, list(error.possibilities or ()))
+    if close.startswith(" (did"):
+        return f"no such option {error.option_name!r}{close}"
+    value = error.option_name.lstrip("-").replace("-", "_")
+    return (
+        f"no such option {error.option_name!r}: a config value is {value}=VALUE, without dashes, and a command goes"
+        " after `--`"
+    )
 
 
 def _split_command(words: list[str]) -> tuple[list[str], tuple[str, ...]]:

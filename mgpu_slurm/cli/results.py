@@ -58,7 +58,8 @@ def diff(first: str, second: str, as_patch: bool, as_json: bool) -> None:
     if as_json:
         print_json(found.to_json())
     else:
-        print_lines(run_diff.lines(found))
+        room = terminal_size()
+        print_lines(run_diff.lines(found, room and room.columns))
 
 
 @click.command()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -185,6 +186,8 @@ def _target_and_values(
     targets = [word for word in words if "=" not in word]
     if len(targets) > 1:
         first, second = targets[:2]
+        if "." not in first and shutil.which(first):
+            raise UserError(f"{first!r} is a command, which goes after `--`: submit ... -- {first} {second} ...")
         raise UserError(f"got two targets, {first!r} and {second!r}: set a config value as {second}=VALUE{or_else}")
     values = configs.read_yaml(config_file) if config_file is not None else {}
     values = configs.merge(values, configs.parse_overrides([word for word in words if "=" in word]))

@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from mgpu_slurm.cli.options import code_flag, json_flag, sink_flag, study_names
-from mgpu_slurm.cli.output import follow_to_the_end, print_ending, print_json, print_lines, print_note
+from mgpu_slurm.cli.output import follow_to_the_end, print_ending, print_json, print_lines, print_note, terminal_size
 from mgpu_slurm.core.errors import UserError
 from mgpu_slurm.core.formatting import program
 
@@ -144,6 +144,8 @@ def _list_trials(
     """Print the trials of a sweep, or the best of them, or write them to a file."""
     import json
 
+    if output is not None and output.exists() and output.suffix not in (".csv", ".json"):
+        raise UserError(f"-o {output}: it exists, and is no .csv or .json file to replace: choose another name")
     from mgpu_slurm.core.files import without_nan, write_whole
     from mgpu_slurm.sweeps import warm_start
     from mgpu_slurm.sweeps.analysis import trial_table
@@ -155,7 +157,8 @@ def _list_trials(
     elif as_json or output is not None:
         text = json.dumps(without_nan(trial_table.as_json(found)), indent=2) + "\n"
     else:
-        text = "\n".join(trial_table.lines(found, sweep)) + "\n"
+        room = None if output is not None else terminal_size()
+        text = "\n".join(trial_table.lines(found, sweep, room and room.columns)) + "\n"
     if output is None:
         print(text, end="", flush=True)
     else:

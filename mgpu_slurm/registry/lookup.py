@@ -10,7 +10,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 
 from mgpu_slurm.core.errors import UserError, nearest
-from mgpu_slurm.core.formatting import latest, program, time_of
+from mgpu_slurm.core.formatting import counted, latest, program, time_of
 from mgpu_slurm.core.retry import Note, quiet
 from mgpu_slurm.executors import supervisors
 from mgpu_slurm.executors.slurm_states import NEVER_ARRIVED
@@ -181,6 +181,11 @@ def _task(folder: RunFolder, task: int) -> RunFolder:
     runs = len(members(folder))
     if not is_group(folder):
         raise UserError(f"run {folder.run} is a single run, not a group: it has no run {task}")
+    if task >= runs and sweep_state.is_sweep(folder):
+        raise UserError(
+            f"sweep {folder.run} has {counted(runs, 'worker')}, named from {folder.run}/0, and no worker {task}; its"
+            f" trials are {folder.run}/{layout.TRIALS}/0 and so on"
+        )
     if task >= runs:
         raise UserError(f"group {folder.run} has runs {folder.run}/0 to {folder.run}/{runs - 1}, not {task}")
     return folder.of_task(task)

@@ -5,25 +5,28 @@ from __future__ import annotations
 import difflib
 import json
 import statistics
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from mgpu_slurm.core.errors import UserError
 from mgpu_slurm.core.files import read_json
-from mgpu_slurm.core.formatting import short_value
+from mgpu_slurm.core.formatting import cut, short_value
 from mgpu_slurm.registry import lookup, sweep_state
 from mgpu_slurm.request import config as configs
 from mgpu_slurm.request.spec import read_spec
 from mgpu_slurm.run_folder import records
 from mgpu_slurm.run_folder.layout import RunFolder
+from mgpu_slurm.run_folder.sweep_records import TrialSummary
 
 Values = dict[str, tuple[Any, Any]]
 """The values that differ by name, each in both runs; None where a run has none."""
 
-_OF_ONE_RUN = ("run", "config", "config_base", "submitted", "python", "project", "tasks", "after")
+_OF_ONE_RUN = ("run", "config", "config_base", "submitted", "python", "project", "tasks", "after", "kind", "at_once")
 """Fields of a request that say nothing of what the run does, or are compared by themselves."""
+_LEAST_VALUE = 12
+"""Letters of a value that are shown in any case."""
 _ENVIRONMENT = ("python", "packages", "platform", "commit")
 
 
@@ -56,18 +59,25 @@ def compare(first: RunFolder, second: RunFolder) -> RunDiff:
     Raises:
         UserError: the request, result or environment of a run cannot be read.
     """
+    # the workers of a sweep are requeued as often as it takes
+    is_mixed = sweep_state.is_sweep(first) != sweep_state.is_sweep(second)
+    left_out = (*_OF_ONE_RUN, *(["max_requeues"] if is_mixed else []))
     return RunDiff(
         runs=(first.run, second.run),
         config=_differing(_config(first), _config(second)),
-        request=_differing(_request(first), _request(second)),
+        request=_differing(_request(first, left_out), _request(second, left_out)),
         code={name: _changes(*texts) for name, texts in _changed_files(first, second).items()},
         environment=_differing(_environment(first), _environment(second)),
         result=_differing(_result(first), _result(second)),
     )
 
 
-def lines(found: RunDiff) -> list[str]:
-    """Return a table of the differences."""
+def lines(found: RunDiff, columns: int | None = None) -> list[str]:
+    """Return a table of the differences.
+
+    Args:
+        columns: the width of a terminal, to which values are cut.
+    """
     from tabulate import tabulate
 
     rows = [["", "", *found.runs]]
@@ -77,7 +87,12 @@ def lines(found: RunDiff) -> list[str]:
             shown = [_counts(values)] if isinstance(values, Changes) else [_shown(value) for value in values]
             rows.append(["" if number else title, name, *shown])
         if not part:
-            rows.append([title, "(same)"])
+            rows.append([title, "(same)", "", ""])
+    if columns is not None:
+        names = sum(max(len(row[place]) for row in rows) + 2 for place in (0, 1))
+        # two values, and two spaces between them
+        room = max(_LEAST_VALUE, (columns - names - 2) // 2)
+        rows = [[*row[:2], *(cut(value, room) for value in row[2:])] for row in rows]
     return [line.rstrip() for line in tabulate(rows, tablefmt="plain", disable_numparse=True).splitlines()]
 
 
@@ -94,14 +109,22 @@ def patch(first: RunFolder, second: RunFolder) -> Iterator[str]:
 
 
 def _config(folder: RunFolder) -> dict[str, Any]:
+    """Return the config of a run; of a sweep that of its best trial, as in `_result`."""
+    if (best := _best_trial(folder)) is not None:
+        folder = folder.of_trial(best.number)
     # it is in the request only as far as it was known at the submission
     whole = folder.config if folder.config.exists() else None
     return _flat(configs.read_yaml(whole) if whole else read_spec(folder).config)
 
 
-def _request(folder: RunFolder) -> dict[str, Any]:
-    plain: dict[str, Any] = configs.to_plain(read_spec(folder))
-    return _flat({name: value for name, value in plain.items() if name not in _OF_ONE_RUN})
+def _request(folder: RunFolder, left_out: Collection[str]) -> dict[str, Any]:
+    spec = read_spec(folder)
+    plain: dict[str, Any] = configs.to_plain(spec)
+    found = _flat({name: value for name, value in plain.items() if name not in left_out})
+    if spec.target.function is not None:
+        # train.py:train and train:train are the same
+        found["target.function"] = spec.target.function.replace(".py:", ":").replace("/", ".")
+    return found
 
 
 def _environment(folder: RunFolder) -> dict[str, Any]:
@@ -121,16 +144,21 @@ def _result(folder: RunFolder) -> dict[str, Any]:
     """Return the result of a run; of a group its means, and of a sweep that of its best trial."""
     state = records.read_state(folder)
     if state.kind == "sweep":
-        best = sweep_state.summary_of(folder).best
-        return {} if best is None else {"best trial": best.number, "its value": best.value}
+        summary = sweep_state.summary_of(folder)
+        best = summary.best
+        return {} if best is None else {"best trial": best.number, **(best.values or {summary.metric: best.value})}
     if state.tasks is None:
         record = _json(folder.result)
         return dict(record["result"] if record else state.metrics)
     values: dict[str, list[float]] = {}
     for member in lookup.members(folder):
         for name, value in _result(member).items():
-            values.setdefault(f"mean {name}", []).append(value)
+            values.setdefault(name, []).append(value)
     return {"runs": state.tasks} | {name: statistics.fmean(column) for name, column in values.items()}
+
+
+def _best_trial(folder: RunFolder) -> TrialSummary | None:
+    return sweep_state.summary_of(folder).best if sweep_state.is_sweep(folder) else None
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

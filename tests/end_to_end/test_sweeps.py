@@ -434,6 +434,22 @@ class TestEndedSweep:
         assert command.startswith(f"cd {project.folder} && ")
         assert "target    job.py:train" in call(f"{command} --executor local --dry-run")
 
+    def test_value_of_the_job_is_no_key_of_a_sweep(self, project: Project) -> None:
+        done = project.call("sweep", "sweep.yaml", "epochs=3")
+        assert (done.returncode, done.stderr) == (
+            2,
+            "mgpu-slurm: epochs: a sweep file has no such key: a value of the job is given as fixed.epochs=VALUE\n",
+        )
+
+    def test_table_of_trials_replaces_tables_only(self, project: Project) -> None:
+        before = (project.folder / "job.py").read_text()
+        done = project.call("trials", "study", "-o", "job.py")
+        assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+        assert "-o job.py: it exists, and is no .csv or .json file to replace" in done.stderr
+        assert (project.folder / "job.py").read_text() == before
+        for _ in range(2):
+            assert project.call("trials", "study", "-o", "table.csv").returncode == 0
+
     def test_log_and_weights_of_a_trial(self, project: Project, tmp_path: Path) -> None:
         shown = project.call("logs", "study/trials/1")
         assert shown.stdout == (project.runs / "study" / "trials" / "1" / "logs" / "1-0.log").read_text()
@@ -461,7 +477,7 @@ class TestEndedSweep:
         assert written.stdout == f"written   trials.csv: {len(listed)} trials\n"
         header, *_ = (project.folder / "trials.csv").read_text().splitlines()
         assert header == "number,state,value,seconds,worker,reason,infeasible,params.x"
-        assert project.call("trials", "study").stdout.startswith("TRIAL    STATE     score")
+        assert project.call("trials", "study").stdout.startswith("TRIAL  STATE     score")
 
     @pytest.mark.parametrize(
         ("words", "said"),

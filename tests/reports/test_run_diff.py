@@ -83,6 +83,14 @@ def test_damaged_result_is_named(tmp_path: Path) -> None:
         run_diff.compare(*folders)
 
 
+def test_table_fits_a_terminal(tmp_path: Path) -> None:
+    folders = [RunFolder(ended_run(tmp_path / (60 * name))) for name in ("a", "b")]
+    found = compare(*folders)
+    head, *others = run_diff.lines(found, 60)
+    assert head.split() == [15 * "a" + "...", 15 * "b" + "..."]
+    assert max(map(len, (head, *others))) <= 60
+
+
 def test_groups_are_compared_by_their_means(tmp_path: Path) -> None:
     groups = [RunFolder(ended_run(tmp_path / name, tasks=2)) for name in ("a", "b")]
     for place, group in enumerate(groups):
@@ -90,4 +98,4 @@ def test_groups_are_compared_by_their_means(tmp_path: Path) -> None:
             member = RunFolder(ended_run(group.of_task(task).path))
             write_json(member.result, {"result": {"loss": place + task, "same": 1.0}})
     found = compare(*groups)
-    assert found.result == {"mean loss": (0.5, 1.5)}
+    assert found.result == {"loss": (0.5, 1.5)}

@@ -61,20 +61,23 @@ def _smallest_parts(found: Efficiency) -> list[str]:
 def _ledger_rows(found: Efficiency) -> list[list[str]]:
     totals = found.ledgers
     shown = [name for name in NAMES if name in ALWAYS or any(total.share(name) for total in totals.values())]
+    # one unit of time, so that the column can be compared
+    in_hours = max(float(total.total) for total in totals.values()) >= 3600
     rows = [["RUN", "STATE", "ATTEMPTS", "TIME", "ALLOCATED", *(NAMES[name] for name in shown)]]
     for run in found.runs:
         facts = run.facts
         begin = [facts.run, facts.state, str(len(run.attempts)), duration(facts.used.seconds)]
-        rows.append([*begin, *_ledger_cells(facts.ledger, facts.asked.unit, shown)])
+        rows.append([*begin, *_ledger_cells(facts.ledger, facts.asked.unit, in_hours, shown)])
     if len(found.runs) > 1:
-        rows += [["all", "", "", "", *_ledger_cells(total, unit, shown)] for unit, total in totals.items()]
+        rows += [["all", "", "", "", *_ledger_cells(total, unit, in_hours, shown)] for unit, total in totals.items()]
     return rows
 
 
-def _ledger_cells(ledger: Ledger, unit: str, shown: Sequence[Part]) -> list[str]:
+def _ledger_cells(ledger: Ledger, unit: str, in_hours: bool, shown: Sequence[Part]) -> list[str]:
     seconds = float(ledger.total)
-    amount, time = (seconds / 60, "min") if seconds < 3600 else (seconds / 3600, "h")
-    allocated = f"{amount:.1f} {'GPU' if unit == 'gpu' else unit} {time}"
+    amount, time = (seconds / 3600, "h") if in_hours else (seconds / 60, "min")
+    number = "<0.1" if 0 < amount < 0.05 else f"{amount:.1f}"
+    allocated = f"{number} {'GPU' if unit == 'gpu' else unit} {time}"
     return [allocated, *(_percent(float(getattr(ledger, name)), seconds) for name in shown)]
 
 

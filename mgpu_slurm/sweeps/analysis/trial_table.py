@@ -20,6 +20,9 @@ from mgpu_slurm.sweeps.study import claims as claiming
 from mgpu_slurm.sweeps.study import summary
 from mgpu_slurm.sweeps.study.snapshots import own_values_at
 
+_LEAST_REASON = 20
+"""Letters of a reason that are shown in any case."""
+
 
 @dataclass(frozen=True)
 class TrialRow:
@@ -112,18 +115,28 @@ def _cell(value: object) -> object:
     return json.dumps(value) if isinstance(value, (list, dict, bool)) else value
 
 
-def lines(found: Sequence[TrialRow], sweep: Sweep) -> list[str]:
-    """Return the table for people."""
+def lines(found: Sequence[TrialRow], sweep: Sweep, columns: int | None = None) -> list[str]:
+    """Return the table for people.
+
+    Args:
+        columns: the width of a terminal, to which reasons are cut; parameters are all shown.
+    """
     from tabulate import tabulate
+
+    from mgpu_slurm.core.formatting import cut
 
     if not found:
         return ["no trial has begun yet"]
     params = list(dict.fromkeys(name for row in found for name in row.params))
     metric, *others = (each.metric for each in sweep.objectives)
     header = ["TRIAL", "STATE", metric, *others, "AT", *params, "TIME", "REASON"]
-    return tabulate(
-        [_cells(row, params, others) for row in found], header, tablefmt="plain", disable_numparse=True
-    ).splitlines()
+    table = [header, *(_cells(row, params, others) for row in found)]
+    if not any(row[-1] for row in table[1:]):
+        table = [row[:-1] for row in table]
+    elif columns is not None:
+        room = columns - sum(max(map(len, cells)) + 2 for cells in [*zip(*table, strict=True)][:-1])
+        table = [[*cells, cut(reason, max(room, _LEAST_REASON))] for *cells, reason in table]
+    return [line.rstrip() for line in tabulate(table, tablefmt="plain", disable_numparse=True).splitlines()]
 
 
 def _cells(row: TrialRow, params: Sequence[str], others: Sequence[str]) -> list[str]:

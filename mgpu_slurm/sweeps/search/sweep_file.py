@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 from mgpu_slurm.core.errors import UserError, nearest
@@ -80,7 +80,15 @@ def plain(values: Mapping[str, object], source: str) -> Config:
 
 
 def laid_over(values: Config, changes: Config) -> Config:
-    """Return a file's values overridden by others; mappings are merged key by key."""
+    """Return a file's values overridden by others; mappings are merged key by key.
+
+    Raises:
+        UserError: one of the others looks like a value of the job.
+    """
+    known = [key.name for key in fields(_Keys)]
+    for key in changes.keys() - known:
+        if nearest(key, known).startswith(" (known"):
+            raise UserError(f"{key}: a sweep file has no such key: a value of the job is given as fixed.{key}=VALUE")
     return configs.merge(_with_names(values), changes)
 
 

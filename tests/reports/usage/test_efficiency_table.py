@@ -50,6 +50,17 @@ def test_several_runs_have_a_sum_and_share_their_advice() -> None:
     assert told[-2].split()[:5] == ["--mem", "13G", "a", "and", "2"]
 
 
+def test_times_of_all_runs_have_one_unit() -> None:
+    made = found("a", "b")
+    short = replace(made.runs[0], facts=replace(made.runs[0].facts, ledger=Ledger(training=Fraction(60))))
+    assert [line.split()[4:7] for line in efficiency_table.lines(replace(made, runs=[short, made.runs[1]]))[2:4]] == [
+        ["<0.1", "GPU", "h"],
+        ["10.0", "GPU", "h"],
+    ]
+    (line,) = efficiency_table.lines(replace(made, runs=[short]))[2:3]
+    assert line.split()[4:7] == ["1.0", "GPU", "min"]
+
+
 def test_cores_that_others_used_are_said() -> None:
     made = found("a", "b")
     facts = replace(made.runs[1].facts, used=replace(made.runs[1].facts.used, wait=0.98))

@@ -75,4 +75,15 @@ def test_csv_has_a_column_for_each_parameter_and_rung(tmp_path: Path) -> None:
 def test_study_without_trials_says_so(tmp_path: Path) -> None:
     folder = make(tmp_path, enqueue=[{"x": 0.5}])
     assert trial_table.lines(rows(folder), sweep_of(folder)) == ["no trial has begun yet"]
-    assert trial_table.as_csv([]) == "number,state,value,seconds,worker,reason,infeasible\n"
+
+
+def test_reasons_fit_a_terminal_and_are_left_out_without_any(tmp_path: Path) -> None:
+    sweep = sweep_of(make(tmp_path))
+    facts = {"value": 0.5, "params": {"lr": 0.25}, "rungs": {}, "seconds": 3.0, "worker": 0, "infeasible": False}
+    good, bad = (TrialRow(number=0, state="FAIL", reason=reason, values={}, **facts) for reason in ("", "x" * 60))
+    header, row = trial_table.lines([good], sweep)
+    assert header.split() == ["TRIAL", "STATE", "score", "AT", "lr", "TIME"]
+    assert row.split() == ["0", "FAIL", "0.5", "0.25", "3s"]
+    header, _, row = trial_table.lines([good, bad], sweep, 70)
+    assert header.endswith("TIME  REASON")
+    assert (len(row), row[-5:]) == (70, "xx...")
