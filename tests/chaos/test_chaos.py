@@ -113,7 +113,7 @@ def test_fault_without_a_target_strikes_again(tmp_path: Path) -> None:
     "names",
     [
         ("all processes are killed", "connections break"),
-        ("the clock jumps",),
+        pytest.param(("the clock jumps",), marks=pytest.mark.long),
         ("the newest checkpoint is damaged", "the disk is full"),
         ("a rank is killed", "a rank hangs"),
     ],
@@ -129,7 +129,7 @@ def test_training_with_faults_ends_like_an_undisturbed_one(names: tuple[str, ...
     assert (done.hit, done.problems) == (True, [])
 
 
-@pytest.mark.parametrize("layout", with_long(["fsdp", "tensor", "pipeline", "pipeline-fsdp"], {"pipeline-fsdp"}))
+@pytest.mark.parametrize("layout", with_long(["fsdp", "tensor", "pipeline", "pipeline-fsdp"], {"fsdp"}))
 def test_training_under_any_layout_with_faults_ends_like_an_undisturbed_one(layout: str, tmp_path: Path) -> None:
     kind = LAYOUTS[layout]
     expected = rounds.undisturbed(kind, tmp_path)

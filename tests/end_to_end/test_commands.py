@@ -178,7 +178,8 @@ def scripts(tmp_path_factory: pytest.TempPathFactory) -> Project:
 @pytest.mark.parametrize(
     ("command", "steps"),
     [
-        (["python", "train.py", "--lr", "0.1"], 16),
+        # on SLURM: tests/on_slurm/test_runs.py
+        pytest.param(["python", "train.py", "--lr", "0.1"], 16, marks=pytest.mark.long),
         (["python", "lightning_script.py"], 16),
         pytest.param(["python", "accelerate_script.py"], 16, marks=pytest.mark.long),
     ],

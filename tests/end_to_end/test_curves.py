@@ -82,6 +82,7 @@ def test_group_is_averaged_and_repeated_steps_count_once(trained: Project) -> No
     assert [float(row["mean"]) for row in rows if row["metric"] == "first"] == pytest.approx([2 / 3] * 4)
 
 
+@pytest.mark.long
 def test_groups_are_distinguished_by_config_and_listed_in_a_table(trained: Project) -> None:
     for lr in ("0.1", "0.5"):
         folder = trained.submit("--seeds", "2", "train.py", f"lr={lr}")

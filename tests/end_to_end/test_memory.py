@@ -124,6 +124,7 @@ def test_attempt_that_ran_out_of_memory_is_repeated_in_smaller_parts(
     assert result(folder) == pytest.approx(result(other), rel=1e-5)
 
 
+@pytest.mark.long
 def test_attached_script_begins_with_the_size_that_fits(training: Project) -> None:
     folder, facts = training.run("--nodes", "2", "--", "python", "train.py")
     assert facts["state"] == "COMPLETED", log(folder, 0)

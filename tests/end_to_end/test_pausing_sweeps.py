@@ -111,6 +111,7 @@ def undisturbed(project: Project, folder: Path, number: int, *options: str) -> R
     return RunFolder(run)
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_weights_with_pauses_are_those_without_on_two_ranks(project: Project) -> None:
     folder = start(project, trials=9, resources={"nodes": 2})

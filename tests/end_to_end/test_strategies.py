@@ -89,6 +89,7 @@ def test_run_resumes_with_another_strategy(training: Project) -> None:
     )
 
 
+@pytest.mark.long
 def test_attached_script_uses_the_strategy_of_the_cluster_file(training: Project) -> None:
     training.write("mgpu.yaml", "clusters: {local: {strategy: hsdp, shard: 2}}\n")
     words = ("--nodes", "2", "--", "python", "train.py")

@@ -140,6 +140,7 @@ SWEEP = """
 """
 
 
+@pytest.mark.long
 def test_trials_of_a_sweep_are_runs_of_a_tracker_and_rows_of_a_table(project: Project) -> None:
     project.write("sweep.yaml", SWEEP)
     project.write("mgpu.yaml", "clusters: {local: {sinks: ['mlflow=sqlite:///mlflow.db']}}")

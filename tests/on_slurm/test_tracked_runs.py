@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from mgpu_slurm.run_folder.layout import RunFolder
 from mgpu_slurm.trackers.outcome import read_sent
 from tests.end_to_end.test_trackers import own, reported
@@ -34,6 +36,8 @@ JOB = '''
 '''
 
 
+# on this machine: tests/end_to_end/test_trackers.py
+@pytest.mark.long
 def test_reports_of_a_run_that_moves_to_another_job_are_sent_once(slurm_project: Project) -> None:
     slurm_project.write("train.py", JOB)
     slurm_project.environ |= {"WANDB_MODE": "offline"}
