@@ -31,6 +31,8 @@ from mgpu_slurm.run_folder.layout import RunFolder
 
 MOST_NAMES = 5
 """Number of runs that a warning names."""
+MOST_IN_TITLE = 3
+"""Number of names in the title."""
 
 _NAME_OF_SUBMISSION = re.compile(r"-\d{8}-\d{6}-[0-9a-f]{4}")
 
@@ -131,9 +133,12 @@ def _title(words: Sequence[str], found: Sequence[Source]) -> str:
     names = list(
         dict.fromkeys(name_of(source.place) if source.own is None else source.own.group.run for source in found)
     )
+    if not words:
+        return "Newest runs"
     if len(words) == 1 and len(names) > 1:
         return name_of(words[0])
-    return short_name(names[0]) + (f" and {len(names) - 1} more" if len(names) > 1 else "")
+    more = f" and {len(names) - MOST_IN_TITLE} more" if len(names) > MOST_IN_TITLE else ""
+    return ", ".join(map(short_name, names[:MOST_IN_TITLE])) + more
 
 
 def _without_metrics(runs: Sequence[RunFacts]) -> list[str]:

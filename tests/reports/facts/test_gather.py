@@ -152,7 +152,7 @@ def test_group_folder_with_event_files_and_run_without_metrics(tmp_path: Path) -
         records.update_state(RunFolder(group).of_task(task), state="COMPLETED", executor="local")
     reported(group / "tasks" / "1", 0.25)
     facts = found(group, tmp_path / "other")
-    assert facts.title == "group and 1 more"
+    assert facts.title == "group, other"
     assert [(run.run, run.kind, run.group) for run in facts.runs] == [
         ("group/0", "run", "group"),
         ("group/1", "run", "group"),
