@@ -92,7 +92,7 @@ def logs(name: str, rank: str | None, tail: int | None, grep: str | None, follow
             print_note(f"nothing in the launch logs of run {name}" + ("" if grep is None else f" matches {grep!r}"))
         return
     choice = rank or ("0" if grep is None else "all")
-    if (trial := lookup.trial(name)) is not None:
+    if (trial := lookup.single_trial(name)) is not None:
         if follow:
             raise UserError(f"--follow is for runs: follow the sweep with `logs {trial.group.run} --follow`")
         _print_log(trial, log_view.LogView(log_view.ranks_of(choice, trial), tail, pattern), f"trial {trial.run}")

@@ -176,7 +176,7 @@ def _export_weights(name: str, checkpoint: str, which: str | None, output: Path 
 
     if output is None:
         raise UserError("export: name the file for the weights with -o, such as -o model.safetensors")
-    folder = lookup.trial(name) or api.find_run(name).files
+    folder = lookup.single_trial(name) or api.find_run(name).files
     found = exports.export(folder, checkpoint, which, output)
     if as_json:
         print_json({"file": str(output.absolute()), **asdict(found)})

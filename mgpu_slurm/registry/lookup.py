@@ -133,6 +133,19 @@ def trial(name: str) -> RunFolder | None:
     return folder
 
 
+def single_trial(name: str) -> RunFolder | None:
+    """Return what `trial` returns, if it has logs and checkpoints itself.
+
+    Raises:
+        UserError: as `trial`, or its runs with several seeds have them.
+    """
+    folder = trial(name)
+    if folder is not None and (seeds := folder.with_seeds()[1:]):
+        first = min(seeds, key=lambda seed: int(seed.path.name))
+        raise UserError(f"{folder.run} was trained with {counted(len(seeds), 'seed')}: name one, such as {first.run}")
+    return folder
+
+
 def _newest() -> RunFolder:
     known = without_confirmations([folder for root in roots() for folder in folders(root) if _is_own(folder)])
     if not known:

@@ -133,6 +133,9 @@ def test_trial_is_named_below_its_sweep(runs: Path) -> None:
     sweep.spec.touch()
     assert lookup.trial("search/trials/3") == lookup.trial("runs/search/trials/3/") == sweep.of_trial(3)
     assert lookup.trial("sea/trials/3/seeds/1") == sweep.of_trial(3).of_seed(1)
+    with pytest.raises(UserError, match="3 was trained with 1 seed: name one, such as search/trials/3/seeds/1"):
+        lookup.single_trial("search/trials/3")
+    assert lookup.single_trial("search/trials/3/seeds/1") == sweep.of_trial(3).of_seed(1)
     assert lookup.trial("search") is lookup.trial("search/0") is lookup.trial("trials/3/x") is None
     for name, problem in (
         ("search/trials/4", "search has no trial 4, or it has not started: see `.+ status search`"),
