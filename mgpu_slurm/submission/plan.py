@@ -42,7 +42,7 @@ from mgpu_slurm.slurm import sbatch, script
 from mgpu_slurm.slurm.script import Array
 from mgpu_slurm.submission import cluster_file as clusters
 from mgpu_slurm.submission.cluster_file import Cluster, ClusterFile
-from mgpu_slurm.submission.project import snapshot
+from mgpu_slurm.submission.project import project_files
 from mgpu_slurm.submission.project.job_config import Completed
 from mgpu_slurm.trackers import destinations
 
@@ -279,9 +279,9 @@ def _target(request: Request, default: str | None, cwd: Path) -> tuple[Target, P
             raise UserError(f"got both a target ({request.target}) and a command after --: give only one")
         if len(request.command) == 1 and " " in request.command[0] and shutil.which(request.command[0]) is None:
             raise UserError(f"command {request.command[0]!r} was quoted as a single word: remove the quotes")
-        return Target(command=request.command), snapshot.find_root(cwd)
+        return Target(command=request.command), project_files.find_root(cwd)
     if callable(request.target):
-        return function_target(request.target), snapshot.find_root(cwd)
+        return function_target(request.target), project_files.find_root(cwd)
     name = request.target or default or _demo_target(cwd)
     return _named_target(name, cwd)
 
@@ -299,12 +299,12 @@ def _named_target(name: str, cwd: Path) -> tuple[Target, Path]:
     if not module.endswith(".py"):
         if (cwd / module).is_file() or "/" in module or module == ".":
             raise UserError(f"target {name!r} is neither a Python file nor a module's name; put a command after --")
-        return Target(function=f"{module}:{function}"), snapshot.find_root(cwd)
+        return Target(function=f"{module}:{function}"), project_files.find_root(cwd)
     path = Path(os.path.normpath(cwd / Path(module).expanduser()))
     if not path.is_file():
         others = [other.name for other in path.parent.glob("*.py")]
         raise UserError(f"target {name!r}: there is no file {str(path)!r}{nearest(path.name, sorted(others))}")
-    root = snapshot.find_root(path.parent)
+    root = project_files.find_root(path.parent)
     if not path.is_relative_to(root):
         # the root may be reached through a link
         path, root = path.resolve(), root.resolve()

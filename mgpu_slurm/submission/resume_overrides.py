@@ -161,8 +161,8 @@ def _new_code(folder: RunFolder, spec: Spec, probes: Sequence[Config]) -> Iterat
     old = folder.path / f"code-{max(state.attempts for _, state in records.read_states(folder))}"
     facts_before = files.read_json(folder.environment)
     try:
-        skip = [folder.path.parent, *destinations.database_files(spec.sinks)]
-        taken = snapshot.take(Path(spec.project), staging.code, limit, skip, spec.workdir)
+        databases = destinations.database_files(spec.sinks)
+        taken = snapshot.take(Path(spec.project), staging.code, limit, folder.path.parent, spec.workdir, databases)
         facts = environment.describe(taken)
         spec = replace(spec, python=sys.executable)
         values = [configs.merge(spec.config, probe) for probe in probes] or [spec.config]

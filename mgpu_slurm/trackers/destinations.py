@@ -49,7 +49,8 @@ class Destination:
     def files(self) -> list[Path]:
         """Return the files of such a database; some of them exist only while it is written."""
         found = _SQLITE.fullmatch(self.place.partition("#")[0]) if self.tracker == MLFLOW else None
-        return [Path(found["file"] + end) for end in ("", "-journal", "-wal", "-shm")] if found else []
+        file = found["file"].partition("?")[0] if found else ""
+        return [Path(file + end) for end in ("", "-journal", "-wal", "-shm")] if file else []
 
 
 def database_files(texts: Iterable[str]) -> list[Path]:

@@ -21,9 +21,9 @@ from mgpu_slurm.metrics.event_layout import Integers
 from mgpu_slurm.reports.aggregation.aggregate import Aggregate, Group
 from mgpu_slurm.reports.aggregation.decimation import decimated
 from mgpu_slurm.reports.aggregation.statistics import NAMES, Summary
-from mgpu_slurm.submission.project.outputs import AGGREGATE, CURVES
+from mgpu_slurm.submission.project.outputs import AGGREGATE, CURVES, PARQUET
 
-PARQUET, TENSORBOARD = "curves.parquet", "tensorboard"
+TENSORBOARD = "tensorboard"
 NO_PARQUET = "Parquet needs pyarrow, which is not installed: pip install 'mgpu-slurm[parquet]'"
 
 MOST_POINTS = 10_000

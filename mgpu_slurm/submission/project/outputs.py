@@ -1,20 +1,21 @@
-"""What commands write into a project on request: reports, charts and aggregated curves. None of it is the job's code.
+"""What commands write into a project on request, and no job reads: reports, charts and aggregated curves.
 
-Tables and weights are, because a job may read what was exported for it.
+Exported tables and weights are not among them, because a job may read what was exported for it.
 """
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
 GENERATOR = 'name="generator" content="mgpu-slurm"'
 """Attributes of an element in pages and charts, near their beginning."""
 
-AGGREGATE, CURVES = "aggregate.json", "curves.csv"
-"""Files in a folder of aggregated curves."""
+AGGREGATE, CURVES, PARQUET = "aggregate.json", "curves.csv", "curves.parquet"
+"""Files in a folder of aggregated curves, of which the first two are always there."""
 
 _HEAD_BYTES = 2000
 _EVENTS = re.compile(r"events\.out\.tfevents\.\d+.*")
@@ -23,21 +24,20 @@ _EVENTS = re.compile(r"events\.out\.tfevents\.\d+.*")
 
 def is_page(file: Path) -> bool:
     """Return whether a file is a report or one of its charts."""
-    with suppress(OSError), file.open("rb") as opened:
-        return GENERATOR.encode() in opened.read(_HEAD_BYTES)
+    # a pipe would be waited for
+    with suppress(OSError):
+        if file.is_file():
+            with file.open("rb") as opened:
+                return GENERATOR.encode() in opened.read(_HEAD_BYTES)
     return False
 
 
 def without_outputs(root: Path, names: Iterable[str]) -> Iterator[str]:
-    """Yield the names of files below a folder that are no outputs."""
-    names = list(names)
-    known = set(names)
-    folders = {str(PurePosixPath(name).parent) for name in names if PurePosixPath(name).name == AGGREGATE}
-    aggregates = {folder for folder in folders - {"."} if f"{folder}/{CURVES}" in known}
-    for name in names:
-        path = PurePosixPath(name)
-        if _EVENTS.fullmatch(path.name) or not aggregates.isdisjoint(map(str, path.parents)):
-            continue
-        if path.suffix in (".html", ".svg") and is_page(root / name):
-            continue
-        yield name
+    """Yield the names of files below a folder that are not outputs."""
+    return (name for name in names if not _is_output(root / name))
+
+
+def _is_output(file: Path) -> bool:
+    if file.name in (AGGREGATE, CURVES, PARQUET):
+        return all(os.path.lexists(file.with_name(each)) for each in (AGGREGATE, CURVES))
+    return _EVENTS.fullmatch(file.name) is not None or (file.suffix in (".html", ".svg") and is_page(file))

@@ -12,7 +12,8 @@ import pytest
 from mgpu_slurm.core.errors import UserError
 from mgpu_slurm.submission.project import snapshot
 from mgpu_slurm.submission.project.outputs import GENERATOR
-from mgpu_slurm.submission.project.snapshot import Snapshot, find_root, take
+from mgpu_slurm.submission.project.project_files import find_root
+from mgpu_slurm.submission.project.snapshot import Snapshot, take
 from mgpu_slurm.trackers.destinations import database_files
 
 LIMIT = 1_000_000
@@ -70,7 +71,7 @@ def copy(tmp_path: Path) -> Callable[..., tuple[Snapshot, Path]]:
 
     def do(root: Path, limit: int = LIMIT, skip: Path | None = None) -> tuple[Snapshot, Path]:
         destination = tmp_path / f"copy-{len(list(tmp_path.glob('copy-*')))}"
-        return take(root, destination, limit, [skip or root / "runs"]), destination
+        return take(root, destination, limit, skip or root / "runs"), destination
 
     return do
 
@@ -270,15 +271,47 @@ def test_what_commands_have_written_is_not_copied_and_does_not_count_as_dirty(
     write(project, {"mlflow.db": "1", "mlflow.db-wal": "1"})
     databases = database_files([f"mlflow=sqlite:///{project}/mlflow.db#digits", "wandb=digits"])
     there = tmp_path / "there"
-    taken = take(project, there, LIMIT, [project / "runs", *databases])
+    taken = take(project, there, LIMIT, project / "runs", ".", databases)
     assert names(there) == {*own}
     assert taken.dirty is False
-    assert copy(project)[0].digest != taken.digest
+    assert names(copy(project)[1]) == {*own, "mlflow.db", "mlflow.db-wal"}
+    # code beside curves is code
+    write(project, {"aggregate-a/plot.py": "1"})
+    assert names(copy(project)[1]) == {*own, "mlflow.db", "mlflow.db-wal", "aggregate-a/plot.py"}
 
 
-def test_page_that_git_tracks_is_copied(project: Path, copy: Copy) -> None:
-    repository(project, {"report.html": f"<meta {GENERATOR}>"})
-    assert names(copy(project)[1]) == {"report.html"}
+def test_what_git_tracks_is_copied_whoever_has_written_it(project: Path, tmp_path: Path, copy: Copy) -> None:
+    tracked = {"report.html": f"<meta {GENERATOR}>", "a/aggregate.json": "{}", "a/curves.csv": "1", "mlflow.db": "1"}
+    inner = repository(tmp_path / "inner", tracked)
+    repository(project, tracked)
+    git(project, "submodule", "add", "-q", str(inner), "module")
+    git(project, "commit", "-q", "-m", "module")
+    git(project, "clone", "-q", str(inner), "cloned")
+    there = tmp_path / "there"
+    take(project, there, LIMIT, project / "runs", ".", [project / "mlflow.db"])
+    prefixes = ("", "module/", "cloned/")
+    assert names(there) - {".gitmodules"} == {f"{prefix}{name}" for prefix in prefixes for name in tracked}
+
+
+def test_report_in_a_submodule_is_no_change(project: Path, tmp_path: Path, copy: Copy) -> None:
+    inner = repository(tmp_path / "inner", {"lib.py": "1"})
+    repository(project, {"train.py": "1"})
+    git(project, "submodule", "add", "-q", str(inner), "module")
+    git(project, "commit", "-q", "-m", "module")
+    write(project, {"module/report.html": f"<meta {GENERATOR}>"})
+    taken, there = copy(project)
+    assert (names(there), taken.dirty) == ({"train.py", ".gitmodules", "module/lib.py"}, False)
+    write(project, {"module/new.py": "1"})
+    assert copy(project)[0].dirty is True
+    (project / "module" / "new.py").unlink()
+    write(project, {"module/lib.py": "2"})
+    assert copy(project)[0].dirty is True
+
+
+def test_pipe_with_the_name_of_a_page_is_not_waited_for(project: Path, copy: Copy) -> None:
+    write(project, {"train.py": "1"})
+    os.mkfifo(project / "page.html")
+    assert names(copy(project)[1]) == {"train.py"}
 
 
 def test_tracked_files_in_the_runs_folder_are_not_copied(project: Path, copy: Copy) -> None:
