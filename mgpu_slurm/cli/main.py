@@ -43,7 +43,9 @@ def main(arguments: list[str] | None = None) -> NoReturn:
         sys.exit(INTERRUPTED)
     except click.ClickException as error:
         context = getattr(error, "ctx", None)
-        told = _no_option(error) if isinstance(error, click.NoSuchOption) and words[0] in _TAKE_VALUES else None
+        told = None
+        if isinstance(error, click.NoSuchOption) and words[0] in _TAKE_VALUES:
+            told = _no_option(error, has_commands=words[0] == "submit")
         fix = f": see `{context.command_path} --help`" if context else ""
         fail((told or error.format_message().rstrip(".")) + fix, UserError.exit_code)
     except MgpuError as error:
@@ -61,15 +63,14 @@ def main(arguments: list[str] | None = None) -> NoReturn:
     sys.exit(0)
 
 
-def _no_option(error: click.NoSuchOption) -> str:
-    close = nearest(error.option_name, list(error.possibilities or ()))
-    if close.startswith(" (did"):
-        return f"no such option {error.option_name!r}{close}"
-    value = error.option_name.lstrip("-").replace("-", "_")
-    return (
-        f"no such option {error.option_name!r}: a config value is {value}=VALUE, without dashes, and a command goes"
-        " after `--`"
-    )
+def _no_option(error: click.NoSuchOption, has_commands: bool) -> str:
+    name = error.option_name.lstrip("-")
+    # without the dashes, which all of them have
+    close = nearest(name, [option.lstrip("-") for option in error.possibilities or ()])
+    meant = close.replace("mean '", "mean '--") if close.startswith(" (did") else ""
+    command = ", and a command goes after `--`" if has_commands else ""
+    value = f"a config value is {name.replace('-', '_')}=VALUE, without dashes"
+    return f"no such option {error.option_name!r}{meant}: {value}{command}"
 
 
 def _split_command(words: list[str]) -> tuple[list[str], tuple[str, ...]]:

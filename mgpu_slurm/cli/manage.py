@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from mgpu_slurm.cli.options import json_flag, run_names
+from mgpu_slurm.cli.options import json_flag, names_with_trials, run_names
 from mgpu_slurm.cli.output import (
     STILL_ALIVE,
     fail,
@@ -67,7 +67,7 @@ def status(names: tuple[str, ...], watch: bool, sort: str | None, filters: tuple
 
 
 @click.command()
-@click.argument("name", metavar="RUN|TRIAL", shell_complete=run_names)
+@click.argument("name", metavar="RUN|TRIAL", shell_complete=names_with_trials)
 @click.option("--rank", metavar="RANKS", help="Which ranks' logs: 3, 0,4-7 or all.  [default: 0; with --grep, all]")
 @click.option("--tail", type=click.IntRange(min=0), metavar="N", help="Only the last N lines of each rank.")
 @click.option("--grep", metavar="REGEX", help="Only lines that match a regular expression.")

@@ -152,11 +152,12 @@ code_flag = click.option(
 
 def run_names(_context: Any, _parameter: Any, begun: str) -> list[Any]:
     """Return what a shell may complete the name of a run to; a path, if no name begins like this."""
-    from click.shell_completion import CompletionItem
+    return _completed(begun, trials=False)
 
-    from mgpu_slurm.registry.run_names import completions
 
-    return [CompletionItem(name) for name in completions(begun)] or [CompletionItem(begun, type="file")]
+def names_with_trials(_context: Any, _parameter: Any, begun: str) -> list[Any]:
+    """Return what a shell may complete the name of a run or trial to, as `run_names`."""
+    return _completed(begun, trials=True)
 
 
 def study_names(_context: Any, _parameter: Any, begun: str) -> list[str]:
@@ -164,6 +165,14 @@ def study_names(_context: Any, _parameter: Any, begun: str) -> list[str]:
     from mgpu_slurm.registry.run_names import completions
 
     return completions(begun, only_sweeps=True)
+
+
+def _completed(begun: str, trials: bool) -> list[Any]:
+    from click.shell_completion import CompletionItem
+
+    from mgpu_slurm.registry.run_names import completions
+
+    return [CompletionItem(name) for name in completions(begun, trials=trials)] or [CompletionItem(begun, type="file")]
 
 
 def resource_values(flags: Flags, extra: tuple[str, ...]) -> Flags:

@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from mgpu_slurm.cli.options import json_flag, run_names
+from mgpu_slurm.cli.options import json_flag, names_with_trials, run_names
 from mgpu_slurm.cli.output import print_json, print_lines, print_note, terminal_size
 from mgpu_slurm.core.errors import UserError, nearest
 from mgpu_slurm.core.formatting import counted, human_size, program
@@ -104,7 +104,7 @@ def efficiency(names: tuple[str, ...], as_json: bool) -> None:
 
 
 @click.command()
-@click.argument("name", metavar="RUN|GROUP|SWEEP|TRIAL", shell_complete=run_names)
+@click.argument("name", metavar="RUN|GROUP|SWEEP|TRIAL", shell_complete=names_with_trials)
 @click.option(
     "--to",
     "form",
@@ -187,10 +187,13 @@ def _export_weights(name: str, checkpoint: str, which: str | None, output: Path 
 
 def _export_onnx(name: str, checkpoint: str | None, which: str | None, output: Path | None, as_json: bool) -> None:
     from mgpu_slurm import api
+    from mgpu_slurm.registry import lookup
     from mgpu_slurm.submission import onnx_export
 
     if output is None:
         raise UserError("export: name the file for the model with -o, such as -o model.onnx")
+    if lookup.trial(name) is not None:
+        raise UserError(f"{name}: --to onnx takes no trial: train its config as a run first, as `best` says")
     found = onnx_export.export(api.find_run(name).files, checkpoint, which, output)
     if as_json:
         print_json({"file": str(output.absolute()), **found})

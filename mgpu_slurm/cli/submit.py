@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shlex
 import shutil
 import sys
 from collections.abc import Sequence
@@ -186,12 +188,20 @@ def _target_and_values(
     targets = [word for word in words if "=" not in word]
     if len(targets) > 1:
         first, second = targets[:2]
-        if "." not in first and shutil.which(first):
-            raise UserError(f"{first!r} is a command, which goes after `--`: submit ... -- {first} {second} ...")
+        if or_else and _is_program(first):
+            raise UserError(f"{first!r} is a command, which goes after `--`: submit -- {shlex.join(targets)}")
         raise UserError(f"got two targets, {first!r} and {second!r}: set a config value as {second}=VALUE{or_else}")
     values = configs.read_yaml(config_file) if config_file is not None else {}
     values = configs.merge(values, configs.parse_overrides([word for word in words if "=" in word]))
     return targets[0] if targets else None, values
+
+
+def _is_program(word: str) -> bool:
+    """Return whether a word that should name a job function names a program instead."""
+    if ":" in word or word.endswith(".py"):
+        return False
+    places = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
+    return shutil.which(word, path=places) is not None
 
 
 def _show_rehearsal(plan: Any, fit: Any, check: bool, as_json: bool) -> None:

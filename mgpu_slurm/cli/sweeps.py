@@ -144,12 +144,12 @@ def _list_trials(
     """Print the trials of a sweep, or the best of them, or write them to a file."""
     import json
 
-    if output is not None and output.exists() and output.suffix not in (".csv", ".json"):
-        raise UserError(f"-o {output}: it exists, and is no .csv or .json file to replace: choose another name")
     from mgpu_slurm.core.files import without_nan, write_whole
     from mgpu_slurm.sweeps import warm_start
     from mgpu_slurm.sweeps.analysis import trial_table
 
+    if output is not None and not trial_table.may_be_replaced(output):
+        raise UserError(f"-o {output}: the file exists and is no table of trials: delete it, or name another")
     folder, sweep, study = warm_start.find(name)
     found = trial_table.rows(study, sweep, folder, top)
     if as_csv or (output is not None and output.suffix == ".csv" and not as_json):
@@ -157,7 +157,7 @@ def _list_trials(
     elif as_json or output is not None:
         text = json.dumps(without_nan(trial_table.as_json(found)), indent=2) + "\n"
     else:
-        room = None if output is not None else terminal_size()
+        room = terminal_size()
         text = "\n".join(trial_table.lines(found, sweep, room and room.columns)) + "\n"
     if output is None:
         print(text, end="", flush=True)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from mgpu_slurm.cli.options import json_flag, run_names
+from mgpu_slurm.cli.options import json_flag, names_with_trials
 from mgpu_slurm.cli.output import print_json, print_lines, print_note
 from mgpu_slurm.core.errors import UserError
 from mgpu_slurm.core.formatting import counted, human_size, program
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 @click.command()
-@click.argument("words", nargs=-1, metavar="[RUN|GROUP|SWEEP|PATH ...]", shell_complete=run_names)
+@click.argument("words", nargs=-1, metavar="[RUN|GROUP|SWEEP|PATH ...]", shell_complete=names_with_trials)
 @click.option("-o", "out", metavar="FILE", help="The page; - for standard output.  [default: report.html]")
 @click.option("--title", metavar="TEXT", help="[default: the names]")
 @click.option("--metric", metavar="NAME", help="The metric that comes first.  [default: the sweep's]")
@@ -90,7 +90,7 @@ def report(
 
 
 @click.command()
-@click.argument("words", nargs=-1, metavar="[RUN|GROUP|SWEEP|PATH ...]", shell_complete=run_names)
+@click.argument("words", nargs=-1, metavar="[RUN|GROUP|SWEEP|PATH ...]", shell_complete=names_with_trials)
 @click.option("--by", metavar="KEY[,KEY]", help="Group runs by these config values only.  [default: all but seeds]")
 @click.option(
     "--on",
@@ -163,7 +163,7 @@ def aggregate(
 
 
 @click.command()
-@click.argument("words", nargs=-1, metavar="[RUN|GROUP|SWEEP|PATH ...]", shell_complete=run_names)
+@click.argument("words", nargs=-1, metavar="[RUN|GROUP|SWEEP|PATH ...]", shell_complete=names_with_trials)
 @click.option("--port", type=click.IntRange(1, 65535), metavar="PORT", help="[default: a free one]")
 @json_flag
 def tensorboard(words: tuple[str, ...], port: int | None, as_json: bool) -> None:

@@ -47,6 +47,11 @@ def cut(line: str, columns: int) -> str:
     return line if len(line) <= columns else f"{line[: columns - 3]}..."
 
 
+def cut_middle(text: str, columns: int, end: int) -> str:
+    """Return a text that fits into so many columns: its beginning, and so many characters of its end."""
+    return text if len(text) <= columns else f"{text[: columns - 3 - end]}...{text[-end:]}"
+
+
 def first_line(text: str) -> str:
     """Return the first line of a text; an empty string if it has none."""
     return (text.splitlines() or [""])[0]

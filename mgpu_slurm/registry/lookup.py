@@ -82,8 +82,7 @@ def find(name: str) -> RunFolder:
         return RunFolder(Path(name).absolute())
     if (one := trial(name)) is not None:
         raise UserError(
-            f"{one.run} is a trial, not a run: `logs` and `export` take one; see also"
-            f" `{program()} trials {one.group.run}`"
+            f"{one.run} is a trial, and only runs can be named here: see `{program()} trials {one.group.run}`"
         )
     head, slash, index = name.rpartition("/")
     if slash and index.isdigit():
@@ -195,9 +194,10 @@ def _task(folder: RunFolder, task: int) -> RunFolder:
     if not is_group(folder):
         raise UserError(f"run {folder.run} is a single run, not a group: it has no run {task}")
     if task >= runs and sweep_state.is_sweep(folder):
+        workers = f"{folder.run}/0" + (f" to {folder.run}/{runs - 1}" if runs > 1 else "")
         raise UserError(
-            f"sweep {folder.run} has {counted(runs, 'worker')}, named from {folder.run}/0, and no worker {task}; its"
-            f" trials are {folder.run}/{layout.TRIALS}/0 and so on"
+            f"sweep {folder.run} has no worker {task}, only {workers}; its trials are"
+            f" {folder.run}/{layout.TRIALS}/NUMBER"
         )
     if task >= runs:
         raise UserError(f"group {folder.run} has runs {folder.run}/0 to {folder.run}/{runs - 1}, not {task}")

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 
 from mgpu_slurm.core.errors import UserError
@@ -13,9 +14,13 @@ from mgpu_slurm.run_folder.layout import TRIALS, RunFolder
 NEWEST, NEWEST_FAILED = "@last", "@last-failed"
 
 
-def completions(begun: str, only_sweeps: bool = False) -> list[str]:
+def completions(begun: str, only_sweeps: bool = False, trials: bool = False) -> list[str]:
     """Return the names of runs and groups that begin like this, and of a group's runs after `GROUP/`; those that
-    changed last come first."""
+    changed last come first.
+
+    Args:
+        trials: whether the name may be that of a trial; these come after `SWEEP/t`.
+    """
     try:
         found = _newest_first([folder for root in roots() for folder in folders(root)])
     except (UserError, OSError):
@@ -23,9 +28,11 @@ def completions(begun: str, only_sweeps: bool = False) -> list[str]:
         return []
     if only_sweeps:
         found = [folder for folder in found if folder.sweep.exists()]
-    group, slash, _ = begun.rpartition("/")
+    group, slash, part = begun.partition("/")
     if slash:
-        return [f"{group}/{part}" for part in _parts(group, found) if f"{group}/{part}".startswith(begun)]
+        parts = (_parts_of(folder, trials and part.startswith(TRIALS[:1])) for folder in found if folder.run == group)
+        names = [] if only_sweeps else chain.from_iterable(parts)
+        return [name for name in names if name.startswith(begun)]
     special = [] if only_sweeps else [NEWEST, NEWEST_FAILED]
     return [name for name in [*special, *(folder.run for folder in found)] if name.startswith(begun)]
 
@@ -35,17 +42,16 @@ def _newest_first(found: list[RunFolder]) -> list[RunFolder]:
     return sorted(found, key=lambda folder: changed[folder], reverse=True)
 
 
-def _parts(name: str, known: Iterable[RunFolder]) -> list[str]:
-    """Return what may follow a name and a slash: the runs of a group, or the trials of a sweep, that have begun."""
-    found = []
-    for folder in known:
-        if folder.run == name:
-            found += [*_numbers(folder.tasks), *([f"{TRIALS}/"] if folder.trials.is_dir() else [])]
-        elif f"{folder.run}/{TRIALS}" == name:
-            found += _numbers(folder.trials)
-    return found
+def _parts_of(group: RunFolder, trials: bool) -> Iterator[str]:
+    """Yield the names of a group's runs that have begun, or of a sweep's trials."""
+    if not trials:
+        yield from (group.of_task(number).run for number in _numbers(group.tasks))
+        return
+    for number in _numbers(group.trials):
+        trial = group.of_trial(number)
+        yield from ([trial.of_seed(seed).run for seed in _numbers(trial.seeds)] or [trial.run])
 
 
-def _numbers(folder: Path) -> list[str]:
+def _numbers(folder: Path) -> list[int]:
     names = os.listdir(folder) if folder.is_dir() else []
-    return sorted(filter(str.isdigit, names), key=int)
+    return sorted(int(name) for name in names if name.isdigit())

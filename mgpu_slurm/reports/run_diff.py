@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import difflib
 import json
+import os
 import statistics
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from mgpu_slurm.core.errors import UserError
 from mgpu_slurm.core.files import read_json
-from mgpu_slurm.core.formatting import cut, short_value
+from mgpu_slurm.core.formatting import cut_middle, short_value
 from mgpu_slurm.registry import lookup, sweep_state
 from mgpu_slurm.request import config as configs
 from mgpu_slurm.request.spec import read_spec
@@ -25,8 +26,9 @@ Values = dict[str, tuple[Any, Any]]
 
 _OF_ONE_RUN = ("run", "config", "config_base", "submitted", "python", "project", "tasks", "after", "kind", "at_once")
 """Fields of a request that say nothing of what the run does, or are compared by themselves."""
+_TARGET = "target.function"
 _LEAST_VALUE = 12
-"""Letters of a value that are shown in any case."""
+"""Characters of a value that are always shown."""
 _ENVIRONMENT = ("python", "packages", "platform", "commit")
 
 
@@ -62,10 +64,14 @@ def compare(first: RunFolder, second: RunFolder) -> RunDiff:
     # the workers of a sweep are requeued as often as it takes
     is_mixed = sweep_state.is_sweep(first) != sweep_state.is_sweep(second)
     left_out = (*_OF_ONE_RUN, *(["max_requeues"] if is_mixed else []))
+    request = _differing(_request(first, left_out), _request(second, left_out))
+    if len({*map(_as_module, request.get(_TARGET, ("", "x")))}) == 1:
+        # written in two ways
+        del request[_TARGET]
     return RunDiff(
         runs=(first.run, second.run),
         config=_differing(_config(first), _config(second)),
-        request=_differing(_request(first, left_out), _request(second, left_out)),
+        request=request,
         code={name: _changes(*texts) for name, texts in _changed_files(first, second).items()},
         environment=_differing(_environment(first), _environment(second)),
         result=_differing(_result(first), _result(second)),
@@ -92,8 +98,15 @@ def lines(found: RunDiff, columns: int | None = None) -> list[str]:
         names = sum(max(len(row[place]) for row in rows) + 2 for place in (0, 1))
         # two values, and two spaces between them
         room = max(_LEAST_VALUE, (columns - names - 2) // 2)
-        rows = [[*row[:2], *(cut(value, room) for value in row[2:])] for row in rows]
+        rows = [[*row[:2], *_cut_apart(row[2:], room)] for row in rows]
     return [line.rstrip() for line in tabulate(rows, tablefmt="plain", disable_numparse=True).splitlines()]
+
+
+def _cut_apart(values: Sequence[str], room: int) -> Sequence[str]:
+    """Return values of at most so many characters, but whole if they would look the same."""
+    # names of runs end with a time, and names of data sets with what tells them apart
+    shorter = [cut_middle(value, room, end=room // 2) for value in values]
+    return shorter if len({*shorter}) == len({*values}) else values
 
 
 def patch(first: RunFolder, second: RunFolder) -> Iterator[str]:
@@ -118,13 +131,16 @@ def _config(folder: RunFolder) -> dict[str, Any]:
 
 
 def _request(folder: RunFolder, left_out: Collection[str]) -> dict[str, Any]:
-    spec = read_spec(folder)
-    plain: dict[str, Any] = configs.to_plain(spec)
-    found = _flat({name: value for name, value in plain.items() if name not in left_out})
-    if spec.target.function is not None:
-        # train.py:train and train:train are the same
-        found["target.function"] = spec.target.function.replace(".py:", ":").replace("/", ".")
-    return found
+    plain: dict[str, Any] = configs.to_plain(read_spec(folder))
+    return _flat({name: value for name, value in plain.items() if name not in left_out})
+
+
+def _as_module(target: str | None) -> str | None:
+    """Return a target as `module:function`, of `file.py:function` too."""
+    module, _, function = (target or "").partition(":")
+    if module.endswith(".py") and not os.path.isabs(module):
+        module = os.path.normpath(module).removesuffix(".py").replace("/", ".")
+    return f"{module}:{function}" if target else None
 
 
 def _environment(folder: RunFolder) -> dict[str, Any]:

@@ -123,8 +123,8 @@ BAD = {
     "no command after --": local("--", "no target", "mgpu_slurm init"),
     # its config
     "config as a flag": local("--lr 0.1", "--lr", "lr=VALUE"),
-    "misspelled option": local("--node 2", "--node", "did you mean '--nodes'"),
-    "command without options and --": local("python train.py", "'python' is a command", "-- python train.py"),
+    "misspelled option": local("--node 2", "--node", "did you mean '--nodes'", "node=VALUE"),
+    "command without options and --": local("python train.py", "'python' is a command", "submit -- python train.py"),
     "unknown key": local("train lrr=1", "'lrr'", "did you mean 'lr'"),
     "unknown nested key": asked("train model.widht=1", "'model.widht'", "did you mean 'width'"),
     "wrong type": asked("train lr=fast", "lr='fast'", "valid number"),

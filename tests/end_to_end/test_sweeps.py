@@ -435,20 +435,27 @@ class TestEndedSweep:
         assert "target    job.py:train" in call(f"{command} --executor local --dry-run")
 
     def test_value_of_the_job_is_no_key_of_a_sweep(self, project: Project) -> None:
-        done = project.call("sweep", "sweep.yaml", "epochs=3")
-        assert (done.returncode, done.stderr) == (
-            2,
-            "mgpu-slurm: epochs: a sweep file has no such key: a value of the job is given as fixed.epochs=VALUE\n",
-        )
+        for words, place in (
+            (
+                ["model.width=3", "other=1"],
+                "model.width: a sweep file has no such key: a value of the job that is the same",
+            ),
+            (["epochs=3"], "in all trials is fixed.epochs=VALUE\n"),
+            (["hours=2"], "hours: a sweep file has no such key: a limit of the sweep is budget.hours=VALUE\n"),
+            (["nodes=2"], "a resource of each worker is resources.nodes=VALUE\n"),
+        ):
+            done = project.call("sweep", "sweep.yaml", *words)
+            assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+            assert place in done.stderr
 
     def test_table_of_trials_replaces_tables_only(self, project: Project) -> None:
         before = (project.folder / "job.py").read_text()
         done = project.call("trials", "study", "-o", "job.py")
         assert (done.returncode, done.stderr.count("\n")) == (2, 1)
-        assert "-o job.py: it exists, and is no .csv or .json file to replace" in done.stderr
+        assert "-o job.py: the file exists and is no table of trials" in done.stderr
         assert (project.folder / "job.py").read_text() == before
-        for _ in range(2):
-            assert project.call("trials", "study", "-o", "table.csv").returncode == 0
+        for name in ("table.csv", "table.csv", "table.txt", "table.txt"):
+            assert project.call("trials", "study", "-o", name).returncode == 0
 
     def test_log_and_weights_of_a_trial(self, project: Project, tmp_path: Path) -> None:
         shown = project.call("logs", "study/trials/1")
@@ -462,7 +469,9 @@ class TestEndedSweep:
         weights = tmp_path / "model.safetensors"
         assert project.json("export", "study/trials/1", "-o", str(weights))["step"] > 0
         refused = project.call("why", "study/trials/1")
-        assert "study/trials/1 is a trial, not a run: `logs` and `export` take one; see also `" in refused.stderr
+        assert "study/trials/1 is a trial, and only runs can be named here: see `" in refused.stderr
+        refused = project.call("export", "study/trials/1", "--to", "onnx", "-o", str(tmp_path / "model.onnx"))
+        assert "study/trials/1: --to onnx takes no trial: train its config as a run first" in refused.stderr
 
     def test_trials_are_listed_as_text_json_and_csv(self, project: Project) -> None:
         listed = project.json("trials", "study")

@@ -120,9 +120,11 @@ def test_completions_are_names_that_begin_alike_the_newest_first(runs: Path) -> 
     assert completions("", only_sweeps=True) == ["search"]
     for number in (0, 2, 10):
         sweep.of_trial(number).path.mkdir(parents=True)
-    assert completions("search/") == ["search/0", "search/trials/"]
-    assert completions("search/trials/") == [f"search/trials/{number}" for number in (0, 2, 10)]
-    assert completions("search/trials/1") == ["search/trials/10"]
+    sweep.of_trial(2).of_seed(7).path.mkdir(parents=True)
+    assert completions("search/", trials=True) == completions("search/") == ["search/0"]
+    assert completions("search/t", trials=True) == [f"search/trials/{part}" for part in ("0", "2/seeds/7", "10")]
+    assert completions("search/trials/1", trials=True) == ["search/trials/10"]
+    assert completions("search/t") == completions("search/t", only_sweeps=True) == []
 
 
 def test_trial_is_named_below_its_sweep(runs: Path) -> None:
@@ -145,7 +147,7 @@ def test_trial_is_named_below_its_sweep(runs: Path) -> None:
     ):
         with pytest.raises(UserError, match=problem):
             lookup.trial(name)
-    with pytest.raises(UserError, match="search/trials/3 is a trial, not a run: `logs` and `export` take one"):
+    with pytest.raises(UserError, match="search/trials/3 is a trial, and only runs can be named here: see"):
         lookup.find("search/trials/3")
 
 

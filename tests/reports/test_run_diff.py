@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -84,11 +85,25 @@ def test_damaged_result_is_named(tmp_path: Path) -> None:
 
 
 def test_table_fits_a_terminal(tmp_path: Path) -> None:
-    folders = [RunFolder(ended_run(tmp_path / (60 * name))) for name in ("a", "b")]
+    names = [f"train-imagenet-long-2026110{day}-120000-01a{day}" for day in (1, 2)]
+    folders = [RunFolder(ended_run(tmp_path / name)) for name in names]
     found = compare(*folders)
     head, *others = run_diff.lines(found, 60)
-    assert head.split() == [15 * "a" + "...", 15 * "b" + "..."]
+    assert head.split() == ["train-...0000-01a1", "train-...0000-01a2"]
     assert max(map(len, (head, *others))) <= 60
+    # their ends are the same, and their beginnings too
+    alike = replace(found, runs=(f"{30 * 'a'}1{30 * 'b'}", f"{30 * 'a'}2{30 * 'b'}"))
+    assert run_diff.lines(alike, 60)[0].split() == [*alike.runs]
+
+
+def test_target_may_be_written_in_two_ways(tmp_path: Path) -> None:
+    folders = []
+    for place, function in enumerate(("train:train", "./train.py:train", "/else/train.py:train")):
+        folders.append(RunFolder(tmp_path / str(place)))
+        folders[-1].create()
+        Spec(folders[-1].run, Target(function=function), "local", Resources()).write(folders[-1])
+    assert compare(*folders[:2]).request == {}
+    assert compare(*folders[1:]).request == {"target.function": ("./train.py:train", "/else/train.py:train")}
 
 
 def test_groups_are_compared_by_their_means(tmp_path: Path) -> None:

@@ -65,7 +65,9 @@ def _below_its_place(source: Source) -> str:
 
 
 def _sources_of(word: str, made_here: bool) -> Iterator[Source]:
-    if (trial := lookup.trial(word)) is not None:
+    # other programs have trials as well
+    is_foreign = os.path.isdir(word) and not RunFolder(Path(word).absolute()).sweep.exists()
+    if not is_foreign and (trial := lookup.trial(word)) is not None:
         yield _trial(trial)
         return
     folder = Path(word)

@@ -137,8 +137,9 @@ def _title(words: Sequence[str], found: Sequence[Source]) -> str:
         return "Newest runs"
     if len(words) == 1 and len(names) > 1:
         return name_of(words[0])
-    more = f" and {len(names) - MOST_IN_TITLE} more" if len(names) > MOST_IN_TITLE else ""
-    return ", ".join(map(short_name, names[:MOST_IN_TITLE])) + more
+    short = list(dict.fromkeys(map(short_name, names)))
+    more = f" and {len(short) - MOST_IN_TITLE} more" if len(short) > MOST_IN_TITLE else ""
+    return ", ".join(short[:MOST_IN_TITLE]) + more
 
 
 def _without_metrics(runs: Sequence[RunFacts]) -> list[str]:

@@ -12,7 +12,17 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 
-from mgpu_slurm.core.formatting import counted, cut, duration, earliest, latest, program, short_value, time_of
+from mgpu_slurm.core.formatting import (
+    counted,
+    cut,
+    cut_middle,
+    duration,
+    earliest,
+    latest,
+    program,
+    short_value,
+    time_of,
+)
 from mgpu_slurm.reports.live.status_choice import Choice
 from mgpu_slurm.run_folder.record_types import RunState
 from mgpu_slurm.run_folder.states import is_alive, overall
@@ -137,10 +147,7 @@ def _aligned(rows: list[list[str]]) -> list[str]:
 def _shortened(name: str, columns: int) -> str:
     """Return a name such as `train-imagene...-115015-eb8f`: beginning and end suffice to recognize a run."""
     longest = _LONGEST_NAME if columns >= 72 else _LONGEST_VERY_NARROW
-    if len(name) <= longest:
-        return name
-    end = len("-hhmmss-xxxx")
-    return f"{name[: longest - end - 3]}...{name[-end:]}"
+    return cut_middle(name, longest, end=len("-hhmmss-xxxx"))
 
 
 def _by_group(states: list[RunState]) -> Iterator[tuple[str | None, list[RunState]]]:

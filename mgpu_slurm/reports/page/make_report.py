@@ -81,7 +81,7 @@ def write_charts(facts: Facts, folder: Path) -> list[str]:
 
 
 def _words_of(chart: re.Match[str], facts: Facts) -> str:
-    """Return the title of a chart; of a sweep's, behind the name of the sweep."""
+    """Return the title of a chart; for a chart of a sweep, preceded by the sweep's name."""
     title = _TITLE.search(chart[0])
     words = html.unescape(title[1]) if title else chart["ident"]
     of_sweep = re.match(r"sweep-(\d+)-", chart["ident"])

@@ -8,6 +8,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
 from optuna.study import Study
 from optuna.trial import FrozenTrial
@@ -21,7 +22,9 @@ from mgpu_slurm.sweeps.study import summary
 from mgpu_slurm.sweeps.study.snapshots import own_values_at
 
 _LEAST_REASON = 20
-"""Letters of a reason that are shown in any case."""
+"""Characters of a reason that are always shown."""
+_BEGINNINGS = (b"number,state,value,", b'[\n  {\n    "number": ', b"[]\n")
+"""Of tables as CSV and JSON; the last one has no trials."""
 
 
 @dataclass(frozen=True)
@@ -85,6 +88,15 @@ def _last_worker(folder: RunFolder) -> int | None:
     """Return the worker of the trial's last attempt, by the trial's own history."""
     started = [event.others["worker"] for event in records.events(folder) if event.event == "started"]
     return int(str(started[-1])) if started else None
+
+
+def may_be_replaced(file: Path) -> bool:
+    """Return whether there is no such file, or it holds a table of trials."""
+    if not file.exists():
+        return True
+    with file.open("rb") as opened:
+        beginning = opened.read(max(map(len, _BEGINNINGS)))
+    return not beginning or beginning.startswith(_BEGINNINGS)
 
 
 def as_json(found: Sequence[TrialRow]) -> list[dict[str, object]]:
@@ -155,5 +167,5 @@ def _cells(row: TrialRow, params: Sequence[str], others: Sequence[str]) -> list[
         max(row.rungs, key=int, default=""),
         *("" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value) for value in values),
         "" if row.seconds is None else duration(row.seconds),
-        row.reason[:60],
+        row.reason,
     ]

@@ -14,7 +14,7 @@ from mgpu_slurm.core.errors import UserError, nearest
 from mgpu_slurm.request import config as configs
 from mgpu_slurm.request.config import Config
 from mgpu_slurm.request.parallelism import Parallelism, Precision, Strategy
-from mgpu_slurm.request.spec import Flags, Spec, check_run_name, resources_from
+from mgpu_slurm.request.spec import RESOURCE_FLAGS, Flags, Spec, check_run_name, resources_from
 from mgpu_slurm.run_folder.sweep_records import confirmation_of
 from mgpu_slurm.sweeps.search import space_parser
 from mgpu_slurm.sweeps.search.goals import Direction, constraints_of, objectives_of
@@ -86,10 +86,26 @@ def laid_over(values: Config, changes: Config) -> Config:
         UserError: one of the others looks like a value of the job.
     """
     known = [key.name for key in fields(_Keys)]
-    for key in changes.keys() - known:
-        if nearest(key, known).startswith(" (known"):
-            raise UserError(f"{key}: a sweep file has no such key: a value of the job is given as fixed.{key}=VALUE")
+    for key, value in changes.items():
+        if key not in known and nearest(key, known).startswith(" (known"):
+            raise UserError(f"{_dotted(key, value)}: a sweep file has no such key: {_place_of(key, value)}")
     return configs.merge(_with_names(values), changes)
+
+
+def _dotted(key: str, value: object) -> str:
+    """Return the name of a value in nested mappings, such as `model.width`."""
+    if isinstance(value, dict) and len(value) == 1:
+        ((inner, below),) = value.items()
+        return f"{key}.{_dotted(inner, below)}"
+    return key
+
+
+def _place_of(key: str, value: object) -> str:
+    if key in {each.name for each in fields(Budget)}:
+        return f"a limit of the sweep is budget.{key}=VALUE"
+    if key.replace("-", "_") in RESOURCE_FLAGS:
+        return f"a resource of each worker is resources.{key}=VALUE"
+    return f"a value of the job that is the same in all trials is fixed.{_dotted(key, value)}=VALUE"
 
 
 def parse(values: Config, source: str) -> Sweep:

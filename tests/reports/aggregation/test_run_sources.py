@@ -43,6 +43,15 @@ def test_run_of_a_group_is_named_by_its_number(tmp_path: Path, monkeypatch: pyte
     assert [found.name for found in sources([str(group.path)])] == ["group/0", "group/1"]
 
 
+def test_trials_of_other_programs_are_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    folder = tmp_path / "ray" / "trials" / "3"
+    write(folder / "events.out.tfevents.10.a", [opened(1.0), scalar("loss", 0, 1.0)])
+    for name in (str(folder), f"{folder}/"):
+        (found,) = sources([name])
+        assert (found.path, found.own) == (folder, None)
+
+
 def test_empty_folder_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="has neither a run nor event files: name another"):
         sources([str(tmp_path)])
