@@ -59,8 +59,9 @@ def execute(block: Block, project: Project, place: str) -> None:
 
 
 WITH_EXAMPLES = [name for name, found in BLOCKS.items() if any(block.kind in RUNS for block in found)]
-SHORT = [name for name in WITH_EXAMPLES if not name.startswith("docs/guides/coming-from-")]
-"""What pages for users of other tools show is in other pages, too."""
+LONG = ("docs/guides/coming-from-", "docs/strategies.md", "docs/how-to/scripts.md")
+"""Pages whose commands are in other pages or have tests of their own."""
+SHORT = [name for name in WITH_EXAMPLES if not name.startswith(LONG)]
 
 
 @pytest.mark.timeout(300)

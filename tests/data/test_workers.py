@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support import wait_until
+from tests.support import wait_until, with_long
 
 SCRIPT = '''
 import os
@@ -147,7 +147,7 @@ def stop(worker: int) -> None:
         os.kill(worker, signal.SIGTERM)
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", with_long(METHODS, METHODS[:1]))
 def test_busy_worker_survives_sigterm_and_ends_with_its_rank(
     method: str, ended: dict[str, tuple[Path, int, str]]
 ) -> None:

@@ -236,6 +236,8 @@ def ends(seen: list[str]) -> list[str]:
 # -- told to end
 
 
+# on this machine: tests/end_to_end/test_resume.py
+@pytest.mark.long
 def test_cancelled_training_resumes_with_identical_weights(
     project: Project, cluster: Cluster, undisturbed: bytes
 ) -> None:
