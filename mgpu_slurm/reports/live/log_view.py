@@ -157,7 +157,8 @@ def ranks_of(text: str, folder: RunFolder) -> list[int]:
         raise UserError(f"--rank {text!r}: expected a rank, several such as 0,4-7, or all")
     known = {*range(now), *_ranks_with_logs(folder)}
     if any(last > max(known) for _, last in ends) or not (found := _between(ends)) <= known:
-        raise UserError(f"--rank {text}: {folder.run} has ranks 0 to {now - 1}")
+        kind = "trial" if folder.is_trial else "run"
+        raise UserError(f"--rank {text}: {kind} {folder.run} has ranks 0 to {now - 1}")
     return sorted(found)
 
 
