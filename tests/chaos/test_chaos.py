@@ -20,7 +20,7 @@ from tests.chaos.checks import Result
 from tests.chaos.rounds import Here
 from tests.chaos.training import LAYOUTS, Training
 from tests.on_slurm.cluster import PREPARED
-from tests.support import make_project, require, wait_until, with_long
+from tests.support import make_project, require, wait_until
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -129,7 +129,8 @@ def test_training_with_faults_ends_like_an_undisturbed_one(names: tuple[str, ...
     assert (done.hit, done.problems) == (True, [])
 
 
-@pytest.mark.parametrize("layout", with_long(["fsdp", "tensor", "pipeline", "pipeline-fsdp"], {"fsdp"}))
+@pytest.mark.parametrize("layout", ["fsdp", "tensor", "pipeline", "pipeline-fsdp"])
+@pytest.mark.long
 def test_training_under_any_layout_with_faults_ends_like_an_undisturbed_one(layout: str, tmp_path: Path) -> None:
     kind = LAYOUTS[layout]
     expected = rounds.undisturbed(kind, tmp_path)

@@ -113,6 +113,7 @@ SWEEP = """
 """
 
 
+@pytest.mark.long
 def test_worker_of_a_sweep_has_time_between_trials(project: Project) -> None:
     project.write("train.py", JOB)
     project.write("sweep.yaml", SWEEP)

@@ -110,6 +110,7 @@ def test_job_that_splits_its_batches_is_told_the_size_that_fits(training: Projec
     assert tried["peak"] < 150e6
 
 
+@pytest.mark.long
 def test_memory_of_gpus_is_that_of_the_newest_run_there(training: Project) -> None:
     facts = fit(training)
     assert (facts["gpu_memory"], facts["fits"]) == (None, None)

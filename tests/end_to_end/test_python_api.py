@@ -239,6 +239,7 @@ def test_group_of_a_function_without_a_file_has_one_seed_per_run(tmp_path: Path)
     ]
 
 
+@pytest.mark.long
 def test_function_pickled_by_version_0_1_can_be_resumed(tmp_path: Path) -> None:
     """Version 0.1 pickled the function together with the config of the group."""
     project = make_project(tmp_path)

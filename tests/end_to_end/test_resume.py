@@ -257,6 +257,7 @@ for epoch in state.epochs(2):
 """
 
 
+@pytest.mark.long
 def test_script_rank_that_cannot_save_exits_and_the_run_resumes(project: Project) -> None:
     project.write("script.py", SCRIPT)
     folder = project.submit("--nodes", "2", "--time", "1:00:00", "--signal", "USR2@12", "--", "python", "script.py")

@@ -61,6 +61,7 @@ def weight(folder: Path) -> float:
     return float(json.loads((folder / "result.json").read_text())["result"]["weight"])
 
 
+@pytest.mark.long
 def test_run_resumes_with_another_strategy(training: Project) -> None:
     folder, facts = training.run("train.py", "--nodes", "2", "fails=true", "--retries", "0", "--strategy", "fsdp")
     assert facts["state"] == "FAILED", log(folder, 0)
@@ -122,6 +123,7 @@ def test_compiled_code_of_a_command_is_kept_where_the_user_wants(training: Proje
     assert "strategy  ddp  no compile (was ddp  compile)" in resumed.stdout, resumed.stderr
 
 
+@pytest.mark.long
 def test_attached_script_divides_its_layers(training: Project) -> None:
     folder, facts = training.run("--nodes", "2", "--tensor", "2", "--", "python", "train.py")
     assert facts["state"] == "COMPLETED", log(folder, 0)

@@ -178,6 +178,7 @@ def lines(project: Project) -> list[str]:
     return (project.folder / "train.py").read_text().splitlines()
 
 
+@pytest.mark.long
 def test_slow_compilation_is_awaited_and_one_that_hangs_is_named(stuck: Project) -> None:
     folder, facts = stuck.run("train:compiled", *AFTER)
     assert (facts["state"], facts["step"], facts["attempts"]) == ("COMPLETED", 12, 2)

@@ -97,6 +97,7 @@ def logs_of(trial: RunFolder) -> list[str]:
     return [path.read_text() for path in sorted(trial.logs.glob("*.log"))]
 
 
+@pytest.mark.long
 def test_trials_are_trained_at_the_same_time_with_their_own_cores_and_logs(project: Project) -> None:
     folder = start(project, fixed={"meets": str(project.folder / "meets")})
     assert wait(project).returncode == 0

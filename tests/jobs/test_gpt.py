@@ -34,6 +34,7 @@ def held_loss(user: Project, *words: str) -> float:
     return float(json.loads((folder / "result.json").read_text())["result"]["held"])
 
 
+@pytest.mark.long
 def test_gpt_learns_the_same_under_each_layout(user: Project) -> None:
     alone = held_loss(user, "jobs.gpt", "positions=alibi")
     # of 256 equally likely bytes: 5.5

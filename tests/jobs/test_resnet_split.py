@@ -52,6 +52,7 @@ def test_divided_model_equals_that_of_torchvision(name: Any) -> None:
     assert isinstance(divided, nn.Module)
 
 
+@pytest.mark.long
 def test_resnet_trains_on_the_devices_of_one_rank_and_of_two(user: Project) -> None:
     assert run(user, "--strategy", "single") > 0
     assert run(user, "--nodes", "2", "model=alexnet") > 0

@@ -394,6 +394,7 @@ def test_killed_supervisor_ends_its_ranks_and_fails_the_run(
     assert (found["state"], found["reason"].partition(" (")[0]) == ("FAILED", "lost: its supervisor process is gone")
 
 
+@pytest.mark.long
 def test_training_in_an_allocation_is_bitwise_identical_to_local(
     hold: Callable[..., Shell], slurm_project: Project
 ) -> None:

@@ -72,6 +72,7 @@ def test_single_node_can_be_checked(slurm_project: Project) -> None:
     assert list(slurm_project.runs.iterdir()) == []
 
 
+@pytest.mark.long
 def test_problems_of_a_cluster_are_reported(cluster: Cluster, slurm_project: Project) -> None:
     cluster.accounting_off()
     cluster.drain("n1")

@@ -275,6 +275,7 @@ def test_queued_run_can_be_cancelled_and_resumed(project: Project, cluster: Clus
 # -- a failure
 
 
+@pytest.mark.long
 def test_failed_training_resumes_with_new_code_and_resources(project: Project, cluster: Cluster) -> None:
     done = project.call("submit", "train", *NO_GPUS, "--nodes", "2", f"fail_at={WAIT_AT}", "--follow")
     assert done.returncode == 1

@@ -78,6 +78,7 @@ def check(folder: RunFolder, count: int) -> None:
 
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("seed", [2])
+@pytest.mark.long
 def test_no_trial_is_promoted_twice_lost_or_stuck(project: Project, cluster: Cluster, seed: int) -> None:
     fixed: dict[str, Any] = {"does": "reports x", "epochs": 9, "pause": 0.6}
     resources = {"cpus-per-task": 4}

@@ -78,6 +78,7 @@ def test_data_is_staged_and_blocks_are_compiled_and_profiled_on_each_node(slurm_
     assert any("CompiledFxGraph" in name or "Torch-Compiled" in name for name in names), names
 
 
+@pytest.mark.long
 def test_job_is_measured_on_one_and_two_nodes(slurm_project: Project) -> None:
     write_job(slurm_project)
     options = ("--gpus-per-node", "0", "--ntasks-per-node", "1", "--steps", "4", "--warm-up", "2")
