@@ -108,10 +108,8 @@ def efficiency(names: tuple[str, ...], as_json: bool) -> None:
 @click.option(
     "--to",
     "form",
-    default="safetensors",
     metavar="FORM",
-    show_default=True,
-    help="safetensors, onnx, csv, parquet, mlflow[=URI] or wandb[=PROJECT].",
+    help="safetensors, onnx, csv, parquet, mlflow[=URI] or wandb[=PROJECT].  [default: by the name of FILE]",
 )
 @click.option(
     "--checkpoint",
@@ -132,7 +130,9 @@ def efficiency(names: tuple[str, ...], as_json: bool) -> None:
     help="- for standard output.  [default: NAME.csv or .parquet]",
 )
 @json_flag
-def export(name: str, form: str, checkpoint: str | None, which: str | None, output: Path | None, as_json: bool) -> None:
+def export(
+    name: str, form: str | None, checkpoint: str | None, which: str | None, output: Path | None, as_json: bool
+) -> None:
     """Write a run's weights to a file, or what runs have reported to a table or a tracker.
 
     The file of weights has the model's own names, whichever ranks saved the checkpoint, and whatever the model was
@@ -147,6 +147,7 @@ def export(name: str, form: str, checkpoint: str | None, which: str | None, outp
     from mgpu_slurm.trackers.destinations import TRACKERS
     from mgpu_slurm.trackers.tables import TABLES
 
+    form = form or _form_of(output)
     if form == "safetensors":
         _export_weights(name, checkpoint or "newest", which, output, as_json)
         return
@@ -165,6 +166,20 @@ def export(name: str, form: str, checkpoint: str | None, which: str | None, outp
     else:
         known = ["safetensors", "onnx", *TABLES, *TRACKERS]
         raise UserError(f"--to {form}: there is no such form{nearest(form, known)}")
+
+
+def _form_of(output: Path | None) -> str:
+    """Return the form that a file's name stands for."""
+    from mgpu_slurm.trackers.tables import TABLES
+
+    forms = ("safetensors", "onnx", *TABLES)
+    if output is None:
+        raise UserError("export: name a file with -o, such as -o model.safetensors, or a form with --to, such as csv")
+    form = output.suffix.removeprefix(".")
+    if form not in forms:
+        endings = ", ".join(f".{each}" for each in forms)
+        raise UserError(f"-o {output}: the ending tells what to write ({endings}): use one of them, or --to")
+    return form
 
 
 def _export_weights(name: str, checkpoint: str, which: str | None, output: Path | None, as_json: bool) -> None:

@@ -128,7 +128,7 @@ def trial(name: str) -> RunFolder | None:
         raise UserError(f"{sweep.run} is no sweep: it has no trials")
     if not folder.path.is_dir():
         what = f"trial {found['number']}" + ("" if found["seed"] is None else f" with seed {found['seed']}")
-        raise UserError(f"{sweep.run} has no {what}, or it has not started: see `{program()} status {sweep.run}`")
+        raise UserError(f"{sweep.run} has no {what}, or it has not started: see `{program()} trials {sweep.run}`")
     return folder
 
 

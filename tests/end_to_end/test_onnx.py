@@ -92,7 +92,9 @@ def test_what_cannot_be_written_is_refused_with_one_line(trained: Project) -> No
     (trained.folder / "there.onnx").write_text("")
     assert "there.onnx' exists: delete it" in refused("net", "--to", "onnx", "-o", "there.onnx")
     assert "name the file for the model with -o" in refused("net", "--to", "onnx")
-    several = refused("net", "--to", "onnx", "-o", "new.onnx")
+    assert "-o net.pt: the ending tells what to write (.safetensors, .onnx, .csv" in refused("net", "-o", "net.pt")
+    assert "name a file with -o, such as -o model.safetensors, or a form with --to" in refused("net")
+    several = refused("net", "-o", "new.onnx")
     assert "the checkpoint has the modules model, teacher: choose one with --object" in several
     (run,) = [path for path in (trained.folder / "runs").iterdir() if path.name.startswith("net")]
     (run / "code" / "job.py").write_text(JOB.replace("if not calls", "if calls"))

@@ -470,6 +470,8 @@ class TestEndedSweep:
         assert project.json("export", "study/trials/1", "-o", str(weights))["step"] > 0
         refused = project.call("why", "study/trials/1")
         assert "study/trials/1 is a trial, and only runs can be named here: see `" in refused.stderr
+        assert project.call("export", "study", "-o", str(tmp_path / "all.csv")).returncode == 0
+        assert (tmp_path / "all.csv").read_text().startswith("run,")
         refused = project.call("export", "study/trials/1", "--to", "onnx", "-o", str(tmp_path / "model.onnx"))
         assert "study/trials/1: --to onnx takes no trial: train its config as a run first" in refused.stderr
 

@@ -140,7 +140,7 @@ def test_trial_is_named_below_its_sweep(runs: Path) -> None:
     assert lookup.single_trial("search/trials/3/seeds/1") == sweep.of_trial(3).of_seed(1)
     assert lookup.trial("search") is lookup.trial("search/0") is lookup.trial("trials/3/x") is None
     for name, problem in (
-        ("search/trials/4", "search has no trial 4, or it has not started: see `.+ status search`"),
+        ("search/trials/4", "search has no trial 4, or it has not started: see `.+ trials search`"),
         ("search/trials/3/seeds/2", "search has no trial 3 with seed 2, or it has not started"),
         ("other/trials/3", "there is no run 'other'"),
         (f"{group.run}/trials/3", "group is no sweep: it has no trials"),

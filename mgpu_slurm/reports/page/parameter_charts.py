@@ -108,6 +108,7 @@ def parallel(study: StudyFacts, ident: str, runs: Runs) -> Markup:
         chart.add(_upright(chart, x, parameter.name + (" (log)" if parameter.is_log else ""), at))
     at = [(values.scale(value), number(value)) for value in values.scale.ticks(4)]
     chart.add(_upright(chart, places[-1], study.metric, at, is_last=True))
+    values.add_note(chart)
     return joined(chart.svg(), values.note)
 
 
@@ -146,6 +147,7 @@ def slices(study: StudyFacts, ident: str, runs: Runs) -> Markup:
                 value = number(trial.row.params[parameter.name])
                 text = f"{trial_words(study, trial)}, {parameter.name} {value}"
                 chart.add(mark(trial, across(at), values(float(trial.row.value or 0)), text, runs))
+        values.add_note(chart)
         figures.append(tag("div", chart.svg()))
     note = Values(study, 1.0, 0.0).note
     return joined(tag("div", *figures, cls="grid slices"), note)

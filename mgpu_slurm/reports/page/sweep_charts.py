@@ -61,11 +61,16 @@ class Values:
     @property
     def note(self) -> Markup:
         """Return a sentence on values that are drawn at an end of the axis; empty if none are."""
-        if not self.cut:
-            return Markup()
-        is_one = self.cut == 1
-        words = f"{counted(self.cut, 'value')} beyond the axis {'is' if is_one else 'are'} drawn at its end."
-        return tag("p", words, cls="quiet")
+        return tag("p", self._words, cls="quiet") if self.cut else Markup()
+
+    def add_note(self, chart: Chart) -> None:
+        """Add that sentence to a chart, where it is seen if the chart is a file of its own."""
+        if self.cut:
+            chart.add(tag("text", self._words, cls="alone", x=chart.x1, y=9, text_anchor="end"))
+
+    @property
+    def _words(self) -> str:
+        return f"{counted(self.cut, 'value')} beyond the axis {'is' if self.cut == 1 else 'are'} drawn at its end."
 
 
 def mark(trial: TrialFacts, x: float, y: float, words: str, runs: Runs) -> Markup:
@@ -131,6 +136,7 @@ def history(study: StudyFacts, ident: str, runs: Runs) -> Markup:
             for each in trials
         )
     )
+    values.add_note(chart)
     return joined(chart.svg(), values.note)
 
 

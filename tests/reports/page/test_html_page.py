@@ -6,7 +6,7 @@ from __future__ import annotations
 import html
 import json
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from xml.etree.ElementTree import Element
 
@@ -15,6 +15,7 @@ import pytest
 from mgpu_slurm.core.formatting import duration
 from mgpu_slurm.reports.facts.gather import ReportOptions, gather
 from mgpu_slurm.reports.facts.report_facts import Facts
+from mgpu_slurm.reports.page import parameter_charts, sweep_charts
 from mgpu_slurm.reports.page.html_page import POLICY, page
 from mgpu_slurm.reports.page.markup import escaped, number
 from mgpu_slurm.reports.page.page_tables import MOST_COLUMNS
@@ -106,6 +107,21 @@ def test_each_trial_has_its_marks(made: Made) -> None:
     assert {int(each.get("data-r", "")) for each in by_class(parallel, "line", "path")} == trials
     axes = by_class(parallel, "upright", "g")
     assert [each.findtext("text[@class='label']") for each in axes] == [EVIL, "x (log)", "loss"]
+
+
+def test_chart_alone_says_which_values_are_beyond_its_axis(made: Made) -> None:
+    study = made.facts.sweeps[0].study
+    trial = next(each for each in study.trials if each.row.state == "COMPLETE")
+    values = [*(("COMPLETE", 0.9 + number / 1000) for number in range(30)), ("PRUNED", 50.0)]
+    trials = [
+        replace(trial, row=replace(trial.row, number=number, state=state, value=value))
+        for number, (state, value) in enumerate(values)
+    ]
+    cut, whole = (replace(study, trials=part) for part in (trials, trials[:-1]))
+    for draw in (sweep_charts.history, parameter_charts.slices, parameter_charts.parallel):
+        found = [each.text for each in by_class(tree_of(f"<div>{draw(cut, 'c', {})}</div>"), "alone")]
+        assert {*found} == {"1 value beyond the axis is drawn at its end."}
+        assert not by_class(tree_of(f"<div>{draw(whole, 'c', {})}</div>"), "alone")
 
 
 def test_no_name_becomes_markup(made: Made) -> None:
