@@ -54,7 +54,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     # in each of thousands of processes that import NumPy, its threads would spin for a tenth of a second
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-    # torch's threads would spin for each other while those that they wait for have no processor: a quarter of the time
+    # torch's threads would spin for others that have no processor, for up to a quarter of the time
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     # `make gpu` runs the tests that are marked; the others are for CPUs, and would compute on a GPU that is visible
     if config.option.markexpr != "gpu" and Path("/dev/nvidiactl").exists():

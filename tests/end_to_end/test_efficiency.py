@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from mgpu_slurm.job.sampling.sampler_thread import SECONDS
 from mgpu_slurm.run_folder.layout import RunFolder
 from mgpu_slurm.run_folder.usage_records import read_saves, read_usage
 from tests.support import Project, restore_version_0_1
@@ -88,16 +89,32 @@ def test_run_that_was_repeated_in_part_shows_so_and_what_it_used(project: Projec
     assert "of 64.0 GiB" in text
 
 
-def test_script_has_the_peak_of_the_processes_that_it_starts(project: Project) -> None:
-    script = "python3 -c 'bytearray(b\"x\") * (300 << 20)'; exit 0"
-    folder, state = project.run("--ntasks-per-node", "2", "--", "sh", "-c", script)
+HOLDS = f"""
+    import os
+    import time
+    from pathlib import Path
+
+    held = bytearray(b"x") * (300 << 20)
+    folder = Path(os.environ["MGPU_RUN_FOLDER"])
+    (folder / f"holds-{{os.environ['RANK']}}").touch()
+    while len([*folder.glob("holds-*")]) < 2:
+        time.sleep(0.01)
+    # until a sample has been taken
+    time.sleep({SECONDS + 2})
+"""
+
+
+def test_script_is_sampled_with_the_processes_that_it_starts(project: Project) -> None:
+    project.write("hold.py", HOLDS)
+    folder, state = project.run("--ntasks-per-node", "2", "--", "sh", "-c", "python3 hold.py; exit 0")
     assert state["state"] == "COMPLETED"
     (run,) = efficiency(project, folder.name)["runs"]
     assert run["used"]["mem"] > 600 * MB
     assert run["ledger"]["training"] == pytest.approx(run["used"]["seconds"] * 2, abs=0.01)
     (node,) = read_usage(RunFolder(folder))
-    # known at the end, however late a loaded machine starts them
     assert [end.highest > 300 * MB for end in node.ends.values()] == [True, True]
+    # however late a loaded machine starts them
+    assert any(sample.ranks == 2 and sample.rss > 600 * MB for sample in node.samples)
 
 
 SWEEP = """

@@ -225,6 +225,7 @@ def test_group_of_a_function_without_a_file_has_one_seed_per_run(tmp_path: Path)
             return {"seed": seed, "lr": lr}
 
         groups = [
+            submit(of_class, seeds=2, executor="local"),
             submit(of_class, Config(lr=0.25, seed=3), seeds=2, executor="local"),
             submit(of_mapping, {"lr": 0.125, "seed": 5}, seeds=2, executor="local"),
             submit(by_name, {"lr": 1}, seeds=2, executor="local"),
@@ -233,6 +234,7 @@ def test_group_of_a_function_without_a_file_has_one_seed_per_run(tmp_path: Path)
             print([[result["seed"], result["lr"]] for result in group.results()])
     """
     assert python(project, "-c", textwrap.dedent(code)).splitlines() == [
+        "[[0.0, 0.5], [1.0, 0.5]]",
         "[[3.0, 0.25], [4.0, 0.25]]",
         "[[5.0, 0.125], [6.0, 0.125]]",
         "[[0.0, 1.0], [1.0, 1.0]]",

@@ -99,7 +99,7 @@ RUNS = [
 ]
 
 
-def test_progress_is_shown_beside_reasons_in_half_a_terminal() -> None:
+def test_half_a_terminal_has_progress_and_reasons() -> None:
     runs = [replace(RUNS[0], progress=3, total=90), RUNS[1]]
     header, first, *others = status_table.overview(runs, os.terminal_size((60, 24))).splitlines()
     assert max(map(len, (header, first, *others))) <= 60

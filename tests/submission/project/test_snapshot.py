@@ -275,7 +275,7 @@ def test_what_commands_have_written_is_not_copied_and_does_not_count_as_dirty(
     assert names(there) == {*own}
     assert taken.dirty is False
     assert names(copy(project)[1]) == {*own, "mlflow.db", "mlflow.db-wal"}
-    # code beside curves is code
+    # code in the folder of the curves is code
     write(project, {"aggregate-a/plot.py": "1"})
     assert names(copy(project)[1]) == {*own, "mlflow.db", "mlflow.db-wal", "aggregate-a/plot.py"}
 

@@ -75,6 +75,7 @@ def test_csv_has_a_column_for_each_parameter_and_rung(tmp_path: Path) -> None:
 def test_study_without_trials_says_so(tmp_path: Path) -> None:
     folder = make(tmp_path, enqueue=[{"x": 0.5}])
     assert trial_table.lines(rows(folder), sweep_of(folder)) == ["no trial has begun yet"]
+    assert trial_table.as_csv([]) == "number,state,value,seconds,worker,reason,infeasible\n"
 
 
 def test_reasons_fit_a_terminal_and_are_left_out_without_any(tmp_path: Path) -> None:
