@@ -13,7 +13,7 @@ import click
 
 from mgpu_slurm.cli import manage, results, setup, submit, sweeps, views
 from mgpu_slurm.cli.output import INTERRUPTED, PROGRAM, fail
-from mgpu_slurm.core.errors import MgpuError, UserError, nearest
+from mgpu_slurm.core.errors import MgpuError, UserError, closest
 
 COMMANDS = [
     *(setup.init, setup.completion, setup.doctor),
@@ -66,8 +66,8 @@ def main(arguments: list[str] | None = None) -> NoReturn:
 def _no_option(error: click.NoSuchOption, has_commands: bool) -> str:
     name = error.option_name.lstrip("-")
     # without the dashes, which all of them have
-    close = nearest(name, [option.lstrip("-") for option in error.possibilities or ()])
-    meant = close.replace("mean '", "mean '--") if close.startswith(" (did") else ""
+    close = closest(name, [option.lstrip("-") for option in error.possibilities or ()])
+    meant = "" if close is None else f" (did you mean '--{close}'?)"
     command = ", and a command goes after `--`" if has_commands else ""
     value = f"a config value is {name.replace('-', '_')}=VALUE, without dashes"
     return f"no such option {error.option_name!r}{meant}: {value}{command}"

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import shlex
-import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -189,6 +186,8 @@ def _target_and_values(
     if len(targets) > 1:
         first, second = targets[:2]
         if or_else and _is_program(first):
+            import shlex
+
             raise UserError(f"{first!r} is a command, which goes after `--`: submit -- {shlex.join(targets)}")
         raise UserError(f"got two targets, {first!r} and {second!r}: set a config value as {second}=VALUE{or_else}")
     values = configs.read_yaml(config_file) if config_file is not None else {}
@@ -198,6 +197,9 @@ def _target_and_values(
 
 def _is_program(word: str) -> bool:
     """Return whether a word that should name a job function names a program instead."""
+    import os
+    import shutil
+
     if ":" in word or word.endswith(".py"):
         return False
     places = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])

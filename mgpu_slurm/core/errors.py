@@ -87,11 +87,19 @@ class RunMeasured(SystemExit):
         self.reason = reason
 
 
-def nearest(word: str, known: list[str]) -> str:
-    """Return ` (did you mean 'lr'?)` if one of the known words is close, else the list of them."""
+def closest(word: str, known: list[str]) -> str | None:
+    """Return the known word that is closest to another one; None if none is close."""
     import difflib
 
-    close = difflib.get_close_matches(word, known, n=1, cutoff=0.65)
-    if close:
-        return f" (did you mean {close[0]!r}?)"
-    return f" (known: {', '.join(known)})" if known else ""
+    return next(iter(difflib.get_close_matches(word, known, n=1, cutoff=0.65)), None)
+
+
+def suggestion(word: str, known: list[str]) -> str:
+    """Return ` (did you mean 'lr'?)` if one of the known words is close, else an empty string."""
+    close = closest(word, known)
+    return "" if close is None else f" (did you mean {close!r}?)"
+
+
+def nearest(word: str, known: list[str]) -> str:
+    """Return ` (did you mean 'lr'?)` if one of the known words is close, else the list of them."""
+    return suggestion(word, known) or (f" (known: {', '.join(known)})" if known else "")

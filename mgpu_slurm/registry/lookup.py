@@ -9,7 +9,7 @@ from collections.abc import Collection
 from datetime import datetime, timezone
 from pathlib import Path
 
-from mgpu_slurm.core.errors import UserError, nearest
+from mgpu_slurm.core.errors import UserError, suggestion
 from mgpu_slurm.core.formatting import counted, latest, program, time_of
 from mgpu_slurm.core.retry import Note, quiet
 from mgpu_slurm.executors import supervisors
@@ -106,7 +106,8 @@ def find(name: str) -> RunFolder:
         raise UserError(f"run {name!r} matches several runs ({names}): type more of the name, or use {NEWEST}")
     if not found:
         refuse_closed(name)
-        raise UserError(f"there is no run {name!r}{_hint(name, known)}: see `{program()} status`")
+        hint = suggestion(name, [folder.run for folder in known])
+        raise UserError(f"there is no run {name!r}{hint}: see `{program()} status`")
     return found[0]
 
 
@@ -227,11 +228,6 @@ def members(folder: RunFolder) -> list[RunFolder]:
     """Return the runs of a group; for a single run, the run itself."""
     tasks = records.read_state(folder).tasks
     return [folder] if tasks is None else [folder.of_task(task) for task in range(tasks)]
-
-
-def _hint(name: str, known: list[RunFolder]) -> str:
-    hint = nearest(name, [folder.run for folder in known])
-    return hint if hint.startswith(" (did") else ""
 
 
 # -- the logs of a run: the output of its ranks, and of its batch scripts or supervisors

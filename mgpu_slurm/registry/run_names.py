@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from itertools import chain
 from pathlib import Path
 
 from mgpu_slurm.core.errors import UserError
@@ -29,9 +28,11 @@ def completions(begun: str, only_sweeps: bool = False, trials: bool = False) -> 
     if only_sweeps:
         found = [folder for folder in found if folder.sweep.exists()]
     group, slash, part = begun.partition("/")
+    if slash and only_sweeps:
+        return []
     if slash:
-        parts = (_parts_of(folder, trials and part.startswith(TRIALS[:1])) for folder in found if folder.run == group)
-        names = [] if only_sweeps else chain.from_iterable(parts)
+        wants_trial = trials and part.startswith(TRIALS[:1])
+        names = (name for folder in found if folder.run == group for name in _parts_of(folder, wants_trial))
         return [name for name in names if name.startswith(begun)]
     special = [] if only_sweeps else [NEWEST, NEWEST_FAILED]
     return [name for name in [*special, *(folder.run for folder in found)] if name.startswith(begun)]

@@ -19,7 +19,7 @@ from mgpu_slurm.request import config as configs
 from mgpu_slurm.request.spec import read_spec
 from mgpu_slurm.run_folder import records
 from mgpu_slurm.run_folder.layout import RunFolder
-from mgpu_slurm.run_folder.sweep_records import TrialSummary
+from mgpu_slurm.run_folder.sweep_records import SweepSummary
 
 Values = dict[str, tuple[Any, Any]]
 """The values that differ by name, each in both runs; None where a run has none."""
@@ -61,20 +61,20 @@ def compare(first: RunFolder, second: RunFolder) -> RunDiff:
     Raises:
         UserError: the request, result or environment of a run cannot be read.
     """
+    summaries = _summary(first), _summary(second)
     # the workers of a sweep are requeued as often as it takes
-    is_mixed = sweep_state.is_sweep(first) != sweep_state.is_sweep(second)
-    left_out = (*_OF_ONE_RUN, *(["max_requeues"] if is_mixed else []))
+    left_out = (*_OF_ONE_RUN, *(["max_requeues"] if summaries.count(None) == 1 else []))
     request = _differing(_request(first, left_out), _request(second, left_out))
-    if len({*map(_as_module, request.get(_TARGET, ("", "x")))}) == 1:
+    if _TARGET in request and len({*map(_as_module, request[_TARGET])}) == 1:
         # written in two ways
         del request[_TARGET]
     return RunDiff(
         runs=(first.run, second.run),
-        config=_differing(_config(first), _config(second)),
+        config=_differing(*map(_config, (first, second), summaries)),
         request=request,
         code={name: _changes(*texts) for name, texts in _changed_files(first, second).items()},
         environment=_differing(_environment(first), _environment(second)),
-        result=_differing(_result(first), _result(second)),
+        result=_differing(*map(_result, (first, second), summaries)),
     )
 
 
@@ -121,10 +121,15 @@ def patch(first: RunFolder, second: RunFolder) -> Iterator[str]:
         yield from told or [f"Files {places[0]} and {places[1]} differ in their line ends, or one of them is empty"]
 
 
-def _config(folder: RunFolder) -> dict[str, Any]:
+def _summary(folder: RunFolder) -> SweepSummary | None:
+    """Return the summary of a sweep; None for anything else."""
+    return sweep_state.summary_of(folder) if sweep_state.is_sweep(folder) else None
+
+
+def _config(folder: RunFolder, sweep: SweepSummary | None) -> dict[str, Any]:
     """Return the config of a run; of a sweep that of its best trial, as in `_result`."""
-    if (best := _best_trial(folder)) is not None:
-        folder = folder.of_trial(best.number)
+    if sweep is not None and sweep.best is not None:
+        folder = folder.of_trial(sweep.best.number)
     # it is in the request only as far as it was known at the submission
     whole = folder.config if folder.config.exists() else None
     return _flat(configs.read_yaml(whole) if whole else read_spec(folder).config)
@@ -156,13 +161,12 @@ def _json(path: Path) -> Any:
         raise UserError(f"{str(path)!r} is damaged: delete it to compare without it") from None
 
 
-def _result(folder: RunFolder) -> dict[str, Any]:
+def _result(folder: RunFolder, sweep: SweepSummary | None = None) -> dict[str, Any]:
     """Return the result of a run; of a group its means, and of a sweep that of its best trial."""
+    if sweep is not None:
+        best = sweep.best
+        return {} if best is None else {"best trial": best.number, **(best.values or {sweep.metric: best.value})}
     state = records.read_state(folder)
-    if state.kind == "sweep":
-        summary = sweep_state.summary_of(folder)
-        best = summary.best
-        return {} if best is None else {"best trial": best.number, **(best.values or {summary.metric: best.value})}
     if state.tasks is None:
         record = _json(folder.result)
         return dict(record["result"] if record else state.metrics)
@@ -171,10 +175,6 @@ def _result(folder: RunFolder) -> dict[str, Any]:
         for name, value in _result(member).items():
             values.setdefault(name, []).append(value)
     return {"runs": state.tasks} | {name: statistics.fmean(column) for name, column in values.items()}
-
-
-def _best_trial(folder: RunFolder) -> TrialSummary | None:
-    return sweep_state.summary_of(folder).best if sweep_state.is_sweep(folder) else None
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -253,9 +253,13 @@ def _remove_stale_staging(runs: Path) -> None:
 
 def _complete(made: Plan, request: Request, staging: RunFolder, cwd: Path) -> Plan:
     """Take the snapshot, complete the config, and write the run's files."""
-    databases = destinations.database_files(made.spec.sinks)
     taken = snapshot.take(
-        *(Path(made.spec.project), staging.code, made.snapshot_limit, layout.runs_root(), made.spec.workdir), databases
+        Path(made.spec.project),
+        staging.code,
+        made.snapshot_limit,
+        layout.runs_root(),
+        made.spec.workdir,
+        destinations.database_files(made.spec.sinks),
     )
     spec, notes = missing.resolve_command(made.spec, staging.code)
     made = replace(made, spec=spec)

@@ -43,14 +43,17 @@ class Destination:
     @property
     def is_file(self) -> bool:
         """Return whether it is a database that only processes of one machine can safely share."""
-        return bool(self.files)
+        return self._database is not None
 
     @property
     def files(self) -> list[Path]:
         """Return the files of such a database; some of them exist only while it is written."""
-        found = _SQLITE.fullmatch(self.place.partition("#")[0]) if self.tracker == MLFLOW else None
-        file = found["file"].partition("?")[0] if found else ""
-        return [Path(file + end) for end in ("", "-journal", "-wal", "-shm")] if file else []
+        return [Path(self._database + end) for end in ("", "-journal", "-wal", "-shm")] if self._database else []
+
+    @property
+    def _database(self) -> str | None:
+        found = _SQLITE.match(self.place.partition("#")[0]) if self.tracker == MLFLOW else None
+        return None if found is None else found["file"].partition("?")[0]
 
 
 def database_files(texts: Iterable[str]) -> list[Path]:

@@ -78,7 +78,7 @@ def files_of(root: Path, skip: Path, databases: Iterable[Path] = ()) -> ProjectF
         UserError: git or a folder cannot be read.
     """
     skipped = _relative_name(skip, root)
-    written = {_relative_name(file, root) for file in databases}
+    written = {name for file in databases if (name := _relative_name(file, root)) is not None}
     listing = _git_listing(root, skipped, written) if (root / ".git").exists() else None
     if listing is None:
         names = without_outputs(root, _walk_names(root, skipped))
@@ -129,7 +129,7 @@ def _repository_in(message: str) -> str | None:
     return found[1] if found else None
 
 
-def _git_listing(root: Path, skipped: str | None, written: Set[str | None] = frozenset()) -> _Listing | None:
+def _git_listing(root: Path, skipped: str | None, written: Set[str] = frozenset()) -> _Listing | None:
     """Return the files of a repository that are tracked, or new and not ignored; None without git.
 
     Args:
@@ -237,4 +237,5 @@ def _is_below(name: str, folder: str) -> bool:
 
 
 def cannot_copy(path: str, error: OSError) -> UserError:
+    """Return the error for a file or folder that cannot be read."""
     return UserError(f"cannot copy {path!r} into the code snapshot ({error.strerror}): fix that or move it away")

@@ -13,6 +13,7 @@ from pathlib import Path
 from optuna.study import Study
 from optuna.trial import FrozenTrial
 
+from mgpu_slurm.core.formatting import cut, duration
 from mgpu_slurm.run_folder import records
 from mgpu_slurm.run_folder.layout import RunFolder
 from mgpu_slurm.sweeps.search.parameters import Values
@@ -91,8 +92,9 @@ def _last_worker(folder: RunFolder) -> int | None:
 
 
 def may_be_replaced(file: Path) -> bool:
-    """Return whether there is no such file, or it holds a table of trials."""
-    if not file.exists():
+    """Return whether a file does not exist, or holds a table of trials."""
+    # a pipe would be waited for
+    if not file.is_file():
         return True
     with file.open("rb") as opened:
         beginning = opened.read(max(map(len, _BEGINNINGS)))
@@ -135,8 +137,6 @@ def lines(found: Sequence[TrialRow], sweep: Sweep, columns: int | None = None) -
     """
     from tabulate import tabulate
 
-    from mgpu_slurm.core.formatting import cut
-
     if not found:
         return ["no trial has begun yet"]
     params = list(dict.fromkeys(name for row in found for name in row.params))
@@ -156,8 +156,6 @@ def _cells(row: TrialRow, params: Sequence[str], others: Sequence[str]) -> list[
     Args:
         others: the objectives after the first.
     """
-    from mgpu_slurm.core.formatting import duration
-
     values = [row.params.get(name) for name in params]
     return [
         str(row.number),

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from mgpu_slurm.core.errors import nearest
+from mgpu_slurm.core.errors import suggestion
 from mgpu_slurm.sweeps.client.trial import WorkerTrial
 from mgpu_slurm.sweeps.search.sweep import Sweep
 
@@ -61,5 +61,4 @@ def missing(metric: str, metrics: Mapping[str, float]) -> str:
     """Return the name of a metric that is missing, and what there is instead, for people."""
     names = sorted(metrics)
     reported = f"; it reports {', '.join(names)}" if names else "; it reports nothing"
-    hint = nearest(metric, names)
-    return f"{metric!r}{hint if hint.startswith(' (did') else reported}"
+    return f"{metric!r}{suggestion(metric, names) or reported}"

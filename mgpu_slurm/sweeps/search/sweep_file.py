@@ -10,9 +10,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 
-from mgpu_slurm.core.errors import UserError, nearest
+from mgpu_slurm.core.errors import UserError, closest, nearest
 from mgpu_slurm.request import config as configs
 from mgpu_slurm.request.config import Config
+from mgpu_slurm.request.flat_config import flattened
 from mgpu_slurm.request.parallelism import Parallelism, Precision, Strategy
 from mgpu_slurm.request.spec import RESOURCE_FLAGS, Flags, Spec, check_run_name, resources_from
 from mgpu_slurm.run_folder.sweep_records import confirmation_of
@@ -87,25 +88,18 @@ def laid_over(values: Config, changes: Config) -> Config:
     """
     known = [key.name for key in fields(_Keys)]
     for key, value in changes.items():
-        if key not in known and nearest(key, known).startswith(" (known"):
-            raise UserError(f"{_dotted(key, value)}: a sweep file has no such key: {_place_of(key, value)}")
+        if key not in known and closest(key, known) is None:
+            name, *_ = flattened({key: value})
+            raise UserError(f"{name}: a sweep file has no such key: {_place_of(key, name)}")
     return configs.merge(_with_names(values), changes)
 
 
-def _dotted(key: str, value: object) -> str:
-    """Return the name of a value in nested mappings, such as `model.width`."""
-    if isinstance(value, dict) and len(value) == 1:
-        ((inner, below),) = value.items()
-        return f"{key}.{_dotted(inner, below)}"
-    return key
-
-
-def _place_of(key: str, value: object) -> str:
+def _place_of(key: str, name: str) -> str:
     if key in {each.name for each in fields(Budget)}:
         return f"a limit of the sweep is budget.{key}=VALUE"
     if key.replace("-", "_") in RESOURCE_FLAGS:
         return f"a resource of each worker is resources.{key}=VALUE"
-    return f"a value of the job that is the same in all trials is fixed.{_dotted(key, value)}=VALUE"
+    return f"a value of the job that is the same in all trials is fixed.{name}=VALUE"
 
 
 def parse(values: Config, source: str) -> Sweep:
