@@ -62,8 +62,7 @@ WITH_EXAMPLES = [name for name, found in BLOCKS.items() if any(block.kind in RUN
 SHORT = [
     name
     for name in WITH_EXAMPLES
-    if name in ("README.md", "docs/guides/failures.md", "docs/how-to/groups.md", "docs/how-to/report.md")
-    or name.startswith("docs/tutorials/")
+    if name in ("README.md", "docs/guides/failures.md", "docs/how-to/groups.md") or name.startswith("docs/tutorials/")
 ]
 """What a new user reads; the commands of other pages have tests of their own, too."""
 

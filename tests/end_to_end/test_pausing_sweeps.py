@@ -128,6 +128,7 @@ def paused_now(project: Project) -> int:
     return int(facts_of(project)["trials"]["PAUSED"])
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_paused_trial_continues_on_another_number_of_ranks(project: Project) -> None:
     folder = start(project, trials=9, resources={"nodes": 2}, fixed={"pause": 0.1, "dropout": 0.0})

@@ -203,6 +203,7 @@ def test_function_without_a_source_file_runs(tmp_path: Path) -> None:
     assert (project.runs / name / "function.pkl").exists()
 
 
+@pytest.mark.long
 def test_group_of_a_function_without_a_file_has_one_seed_per_run(tmp_path: Path) -> None:
     project = make_project(tmp_path)
     code = """

@@ -151,6 +151,7 @@ def test_cancelled_worker_gives_both_trials_back_and_resumes_them(project: Proje
     assert [records.attempts_started(of_trial(folder, number)) for number in (0, 1)] == [2, 2]
 
 
+@pytest.mark.long
 def test_worker_that_is_killed_continues_both_trials(project: Project, waiting: tuple[Path, Path]) -> None:
     folder, until = waiting
     (log,) = logs_of(of_trial(folder, 0))

@@ -283,6 +283,7 @@ class TestTraining:
         assert facts["state"] == "COMPLETED", log(folder, 0)
         return folder, json.loads((folder / "result.json").read_text())["result"]["accuracy"]
 
+    @pytest.mark.long
     def test_model_learns_and_its_checkpoint_starts_a_frozen_training(self, user: Project) -> None:
         folder, accuracy = self.train(user, "model=resnet18", "epochs=5", "lr=0.03")
         assert accuracy >= 0.9

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.on_slurm.cluster import Cluster
-from tests.support import Project, log
+from tests.support import Project, log, with_long
 
 JOB = """
     import torch
@@ -60,10 +60,13 @@ def disk(cluster: Cluster) -> Iterator[Path]:
     shutil.rmtree(folder)
 
 
-def test_data_is_staged_and_blocks_are_compiled_and_profiled_on_each_node(slurm_project: Project, disk: Path) -> None:
+@pytest.mark.parametrize("compiles", with_long([False, True], {False}))
+def test_data_is_staged_and_blocks_are_compiled_and_profiled_on_each_node(
+    compiles: bool, slurm_project: Project, disk: Path
+) -> None:
     slurm_project.write("mgpu.yaml", f"clusters: {{slurm: {{stage-to: {disk}/$SLURMD_NODENAME}}}}\n")
     write_job(slurm_project)
-    options = ("--stage", "data", "--compile", "--profile", "3-5@all")
+    options = ("--stage", "data", "--profile", "3-5@all", *(["--compile"] if compiles else []))
     folder, state = slurm_project.run("train.py", *TWO_NODES, "--ntasks-per-node", "2", *options)
     logs = [log(folder, rank) for rank in range(4)]
     assert state["state"] == "COMPLETED", logs
@@ -75,7 +78,7 @@ def test_data_is_staged_and_blocks_are_compiled_and_profiled_on_each_node(slurm_
     recorded = slurm_project.json("profile", folder.name)
     assert [(each["rank"], each["steps"]) for each in recorded["ranks"]] == [(rank, 3) for rank in range(4)]
     names = {each["name"] for each in recorded["operators"]}
-    assert any("CompiledFxGraph" in name or "Torch-Compiled" in name for name in names), names
+    assert any("CompiledFxGraph" in name or "Torch-Compiled" in name for name in names) == compiles, names
 
 
 @pytest.mark.long

@@ -114,6 +114,7 @@ def test_workers_of_an_array_share_trials_and_more_can_be_added(project: Project
     assert "--gpus-per-node 0 " in best["command"]
 
 
+@pytest.mark.long
 def test_two_node_worker_continues_after_time_limit_and_preemption(project: Project, cluster: Cluster) -> None:
     fixed = {"does": "goes on until told", "epochs": 100000, "pause": 0.05, "place": str(project.folder)}
     folder = start(project, trials=2, fixed=fixed, resources={"nodes": 2, "time": 5})
