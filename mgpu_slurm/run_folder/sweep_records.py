@@ -105,6 +105,8 @@ class SweepSummary(Record):
     """Number of paused trials by the progress of their rung."""
     promotable: int = 0
     """Number of paused trials that would be promoted if more workers came."""
+    narrow: Mapping[str, str] | None = optional()
+    """The parameters of which all of the best values are at one end of their range: `lower` or `upper`."""
     furthest: TrialSummary | None = None
     """While no trial is complete: the best of the paused trials that have come furthest."""
     confirm: int = optional(0)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from mgpu_slurm.core.formatting import binary_size, duration, short_value
+from mgpu_slurm.core.formatting import binary_size, duration
 from mgpu_slurm.reports.usage.ledger import Ledger
 from mgpu_slurm.reports.usage.resource_use import Asked, Used
-from mgpu_slurm.sweeps.search.parameters import Parameter, share_of_range
 
 MEMORY_FACTOR = 1.3
 LOW_MEMORY, HIGH_MEMORY = 0.5, 0.9
@@ -34,11 +33,6 @@ LOADER_WAITS = 0.2
 MOST_STARTING, MOST_IDLE = 0.15, 0.1
 LEAST_SECONDS = 600
 """Seconds of a run from which the parts of its ledger say anything."""
-
-LEAST_TRIALS = 10
-"""Number of complete trials from which their best one says anything of ranges."""
-EDGE = 0.03
-"""Part of a range at each of its ends."""
 
 
 @dataclass(frozen=True)
@@ -154,24 +148,6 @@ def _starting(run: RunFacts) -> Iterator[Advice]:
     if share > MOST_STARTING and run.used.seconds >= LEAST_SECONDS:
         why = f"{share:.0%} of the time went into starting: a longer --time needs fewer starts, --stage reads data once"
         yield Advice("starting", (run.run,), "", why)
-
-
-def range_advice(
-    study: str, parameters: Sequence[Parameter], best: Mapping[str, object], complete: int
-) -> Iterator[Advice]:
-    """Yield advice on the ranges of a sweep at whose ends its best values are.
-
-    Args:
-        best: the values of the best trial.
-        complete: number of complete trials.
-    """
-    for parameter in parameters if complete >= LEAST_TRIALS else ():
-        place = share_of_range(parameter, best[parameter.name]) if parameter.name in best else None
-        if place is not None and min(place, 1 - place) <= EDGE:
-            end = "lower" if place < 0.5 else "upper"
-            shown = short_value(best[parameter.name])
-            why = f"the best value of {parameter.name}, {shown}, is at the {end} end of its range: widen it"
-            yield Advice("range", (study,), "", why)
 
 
 RULES: Sequence[Callable[[RunFacts], Iterator[Advice]]] = (_memory, _time, _cores, _gpu, _workers, _starting)

@@ -14,7 +14,7 @@ from mgpu_slurm.executors.selection import is_queued
 from mgpu_slurm.registry import lookup, sweep_state
 from mgpu_slurm.registry.current_state import current
 from mgpu_slurm.reports.usage import ledger, resource_use, run_times
-from mgpu_slurm.reports.usage.advice import Advice, RunFacts, advice_for, range_advice
+from mgpu_slurm.reports.usage.advice import Advice, RunFacts, advice_for
 from mgpu_slurm.reports.usage.ledger import Ledger
 from mgpu_slurm.reports.usage.resource_use import Accounted, Asked
 from mgpu_slurm.reports.usage.run_times import AttemptTimes, ReportsOf
@@ -26,7 +26,7 @@ from mgpu_slurm.run_folder.sweep_records import confirmation_of
 from mgpu_slurm.run_folder.usage_records import NodeUsage, read_usage
 from mgpu_slurm.slurm import site, step_accounting
 from mgpu_slurm.sweeps.search import sweep_file
-from mgpu_slurm.sweeps.search.space import Space
+from mgpu_slurm.sweeps.search.parameters import wider
 
 NEWEST = 20
 """Number of runs, groups and sweeps that are shown if none is named."""
@@ -246,10 +246,8 @@ def _ledgers_of_workers(
 
 
 def _advice_on_ranges(sweep: RunFolder) -> list[Advice]:
-    space, summary = sweep_file.load(sweep.sweep).space, sweep_state.summary_of(sweep)
-    if summary.best is None or not isinstance(space, Space):
-        return []
-    return list(range_advice(sweep.run, space.parameters, summary.best.params, summary.trials["COMPLETE"]))
+    narrow = sweep_state.summary_of(sweep).narrow or {}
+    return [Advice("range", (sweep.run,), "", wider(name, end)) for name, end in narrow.items()]
 
 
 def _ask_accounting(sources: Iterable[_Source]) -> None:

@@ -7,12 +7,10 @@ from collections.abc import Sequence
 
 import numpy as np
 from optuna.study import Study
-from optuna.trial import FrozenTrial
 
 from mgpu_slurm.sweeps.scheduling.construction import scheduler_of
 from mgpu_slurm.sweeps.scheduling.halving import HEDGE_EVERY, Promotion
-from mgpu_slurm.sweeps.search.parameters import Parameter, share_of_range
-from mgpu_slurm.sweeps.search.space import Space
+from mgpu_slurm.sweeps.search.parameters import wider
 from mgpu_slurm.sweeps.search.sweep import Sweep
 from mgpu_slurm.sweeps.study import summary
 from mgpu_slurm.sweeps.study.snapshots import Snapshots
@@ -20,16 +18,11 @@ from mgpu_slurm.sweeps.study.snapshots import Snapshots
 FEWEST_HEDGED = 10
 """Number of hedged trials from which rungs are compared."""
 
-BEST_SHARE, FEWEST_BEST = 0.1, 3
-"""The best trials whose values are compared with the ends of ranges."""
-
-EDGE = 0.05
-"""Part of a range at each of its ends."""
-
 
 def hints(study: Study, sweep: Sweep) -> list[str]:
     """Return advice for the next sweep, in lines for people."""
-    return [*_rank_hints(study, sweep), *_range_hints(study, sweep)]
+    narrow = summary.narrow_ranges(summary.own_trials(study), sweep)
+    return [*_rank_hints(study, sweep), *(wider(name, end) for name, end in narrow.items())]
 
 
 def _rank_hints(study: Study, sweep: Sweep) -> list[str]:
@@ -83,30 +76,3 @@ def interval_of_correlation(correlation: float, count: int) -> tuple[float, floa
     center = math.atanh(correlation)
     width = 1.96 * math.sqrt((1 + correlation**2 / 2) / (count - 3))
     return math.tanh(center - width), math.tanh(center + width)
-
-
-def _range_hints(study: Study, sweep: Sweep) -> list[str]:
-    """Return which ranges end where the best values are."""
-    if not isinstance(sweep.space, Space):
-        return []
-    ranked = summary.ranked(summary.own_trials(study), sweep)
-    best = ranked[: max(FEWEST_BEST, math.ceil(len(ranked) * BEST_SHARE))]
-    if len(ranked) < 2 * FEWEST_BEST:
-        return []
-    found = []
-    for parameter in sweep.space.parameters:
-        end = _end_of_best(parameter, best)
-        if end is not None:
-            found.append(f"the best values are at the {end} end of the range of {parameter.name}: widen it")
-    return found
-
-
-def _end_of_best(parameter: Parameter, best: Sequence[FrozenTrial]) -> str | None:
-    """Return the end of a range, `lower` or `upper`, at which all of the best values are."""
-    values = [trial.params[parameter.name] for trial in best if parameter.name in trial.params]
-    places = [place for value in values if (place := share_of_range(parameter, value)) is not None]
-    if len(places) < FEWEST_BEST:
-        return None
-    if max(places) <= EDGE:
-        return "lower"
-    return "upper" if min(places) >= 1 - EDGE else None

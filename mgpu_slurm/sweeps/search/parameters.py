@@ -202,6 +202,11 @@ def share_of_range(parameter: Parameter, value: Any) -> float | None:
     return (scale(value) - low) / (high - low)
 
 
+def wider(name: str, end: str) -> str:
+    """Return what to do about a range if the best values are at one of its ends, `lower` or `upper`."""
+    return f"the best values are at the {end} end of the range of {name}: widen it"
+
+
 def label(value: Any) -> Any:
     """Return the form of a choice in the study: Optuna stores numbers, strings and null, but no lists or mappings."""
     return json.dumps(value) if isinstance(value, (list, dict)) else value

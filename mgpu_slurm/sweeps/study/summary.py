@@ -22,7 +22,7 @@ from mgpu_slurm.sweeps.scheduling.judged_values import is_feasible, value_of
 from mgpu_slurm.sweeps.scheduling.observations import COPY_OF
 from mgpu_slurm.sweeps.scheduling.rungs import values_at
 from mgpu_slurm.sweeps.search import sweep_file
-from mgpu_slurm.sweeps.search.parameters import Values
+from mgpu_slurm.sweeps.search.parameters import Parameter, Values, share_of_range
 from mgpu_slurm.sweeps.search.space import Space
 from mgpu_slurm.sweeps.search.sweep import Sweep
 from mgpu_slurm.sweeps.study import claims as claiming
@@ -38,6 +38,12 @@ from mgpu_slurm.sweeps.study.snapshots import (
 
 RECENT = 50
 """Number of recently ended trials listed in `summary.json`."""
+
+BEST_SHARE, FEWEST_BEST = 0.1, 3
+"""The best trials whose values are compared with the ends of ranges."""
+
+EDGE = 0.05
+"""Part of a range at each of its ends."""
 
 _ENDED = (TrialState.COMPLETE, TrialState.PRUNED, TrialState.FAIL)
 
@@ -130,6 +136,7 @@ def summarize(study: Study, sweep: Sweep) -> SweepSummary:
         given_back=sum(studies.was_given_back(trial, sweep) for trial in trials),
         paused=_paused(trials, sweep),
         promotable=promotable(study, sweep, is_over=over is not None),
+        narrow=narrow_ranges(trials, sweep) or None,
         furthest=None if best is not None else _furthest(trials, sweep),
         confirm=0 if sweep.confirm is None else sweep.confirm.top,
         over=over,
@@ -190,6 +197,26 @@ def best_points(trials: Sequence[FrozenTrial], sweep: Sweep) -> list[Values]:
         if (values := parameters(trial, sweep)) not in points:
             points.append(values)
     return points
+
+
+def narrow_ranges(trials: Iterable[FrozenTrial], sweep: Sweep) -> dict[str, str]:
+    """Return the parameters of which all of the best values are at one end of their range, and its name."""
+    order = ranked(trials, sweep)
+    if not isinstance(sweep.space, Space) or len(order) < 2 * FEWEST_BEST:
+        return {}
+    best = order[: max(FEWEST_BEST, math.ceil(len(order) * BEST_SHARE))]
+    found = {parameter.name: _end_of_best(parameter, best) for parameter in sweep.space.parameters}
+    return {name: end for name, end in found.items() if end is not None}
+
+
+def _end_of_best(parameter: Parameter, best: Sequence[FrozenTrial]) -> str | None:
+    values = [trial.params[parameter.name] for trial in best if parameter.name in trial.params]
+    places = [place for value in values if (place := share_of_range(parameter, value)) is not None]
+    if len(places) < FEWEST_BEST:
+        return None
+    if max(places) <= EDGE:
+        return "lower"
+    return "upper" if min(places) >= 1 - EDGE else None
 
 
 def _is_known_point(trial: FrozenTrial, sweep: Sweep) -> bool:

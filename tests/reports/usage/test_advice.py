@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 
-from mgpu_slurm.reports.usage.advice import Advice, RunFacts, advice_for, range_advice
+from mgpu_slurm.reports.usage.advice import Advice, RunFacts, advice_for
 from mgpu_slurm.reports.usage.ledger import Ledger
 from mgpu_slurm.reports.usage.resource_use import Asked, Used
-from mgpu_slurm.sweeps.search.parameters import Choice, Float, Int
 
 GIB = 1 << 30
 HOUR = 3600
@@ -185,14 +184,3 @@ def test_runs_with_the_same_advice_are_together() -> None:
         Advice("memory", ("a", "c"), "--mem 13G", "a node needed 10.0 GiB of 64.0 GiB"),
         Advice("memory", ("b",), "--mem 26G", "a node needed 20.0 GiB of 64.0 GiB"),
     ]
-
-
-@pytest.mark.parametrize(
-    ("value", "end"), [(1e-4, "lower"), (1.2e-4, "lower"), (1.4e-4, None), (0.5, None), (0.8, "upper"), (1.0, "upper")]
-)
-def test_range_at_whose_end_the_best_value_is_should_be_wider(value: float, end: str | None) -> None:
-    space = [Float("lr", {}, 1e-4, 1.0, log=True), Choice("name", {}, ("a", "b")), Int("inactive", {}, 1, 9)]
-    found = list(range_advice("study", space, {"lr": value, "name": "a"}, complete=10))
-    assert [each.runs for each in found] == [("study",)] * (end is not None)
-    assert all(f"the {end} end" in each.why for each in found)
-    assert list(range_advice("study", space, {"lr": value}, complete=9)) == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Sequence
 from dataclasses import replace
@@ -16,8 +17,10 @@ from mgpu_slurm.request.spec import Resources, Spec, Target
 from mgpu_slurm.run_folder import records
 from mgpu_slurm.run_folder.layout import RunFolder
 from mgpu_slurm.run_folder.record_types import RunState
+from mgpu_slurm.run_folder.sweep_records import SweepSummary
 from mgpu_slurm.slurm import site, step_accounting
 from mgpu_slurm.slurm.step_accounting import AccountedStep
+from tests.sweeps import sweeps
 
 
 class Accounting:
@@ -141,6 +144,19 @@ def test_workers_of_a_confirmed_sweep_count_once(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(lookup, "all_states", lambda note: found(again))
     # its sweep was deleted, or is not among the newest
     assert [folder.run for folder, _ in efficiency.chosen([])] == ["s-confirm/0"]
+
+
+def test_ranges_that_end_at_the_best_values_are_those_of_the_summary(tmp_path: Path) -> None:
+    sweep = sweeps.make(tmp_path)
+    worker = sweep.of_task(0)
+    worker.create()
+    records.record_event(worker, "started", attempt=1, job_id="7", nodes=["n1"])
+    records.update_state(worker, run=worker.run, state="RUNNING", executor="local", kind="worker", job_id="7")
+    sweep.summary.write_text(json.dumps(SweepSummary(narrow={"x": "upper"}).to_json()))
+    advice = efficiency.gather(found(worker)).advice
+    assert [(each.runs, each.why) for each in advice] == [
+        (("s",), "the best values are at the upper end of the range of x: widen it")
+    ]
 
 
 def test_run_that_cannot_be_read_costs_no_other(tmp_path: Path) -> None:

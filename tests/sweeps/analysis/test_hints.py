@@ -13,8 +13,10 @@ from optuna.trial import TrialState, create_trial
 
 from mgpu_slurm.sweeps.analysis.hints import hints, interval_of_correlation, rank_correlation
 from mgpu_slurm.sweeps.search import space_parser, sweep_file
+from mgpu_slurm.sweeps.search.parameters import wider
 from mgpu_slurm.sweeps.search.sweep import Sweep
 from mgpu_slurm.sweeps.study.snapshots import SECONDS, UNTIL
+from mgpu_slurm.sweeps.study.summary import summarize
 from tests.sweeps.sweeps import VALUES
 
 SPACE = {"lr": {"float": [1e-4, 1.0], "log": True}, "n": {"int": [1, 100]}, "c": {"choice": ["a", "b"]}}
@@ -47,7 +49,11 @@ def study_of(points: Sequence[tuple[float, int]]) -> Study:
 )
 def test_range_that_ends_at_the_best_values_is_named(best: tuple[float, int], said: list[str]) -> None:
     others = [(0.01, 50)] * 7
-    assert hints(study_of([best] * 3 + others), sweep_of()) == said
+    study = study_of([best] * 3 + others)
+    assert hints(study, sweep_of()) == said
+    # as the file has it that `efficiency` reads
+    narrow = summarize(study, sweep_of()).narrow or {}
+    assert [wider(*each) for each in narrow.items()] == said
     # one of them is elsewhere
     assert hints(study_of([best, best, (0.02, 40), *others]), sweep_of()) == []
 
