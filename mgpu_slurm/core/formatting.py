@@ -38,8 +38,11 @@ def counted(number: int, thing: str) -> str:
 
 
 def short_value(value: object) -> str:
-    """Return a value of a parameter or metric for a table, with four digits at most."""
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+    """Return a value of a parameter or metric for people: a fraction with four digits, a count with all of them."""
+    if not isinstance(value, float):
+        return str(value)
+    is_count = value.is_integer() and abs(value) < 10**9
+    return f"{value:.0f}" if is_count or 10**4 <= abs(value) < 10**6 else f"{value:.4g}"
 
 
 def cut(line: str, columns: int) -> str:

@@ -14,6 +14,7 @@ from typing import Any
 
 from mgpu_slurm.core import log_lines
 from mgpu_slurm.core.files import append_jsonl
+from mgpu_slurm.core.formatting import short_value
 from mgpu_slurm.metrics.event_writer import EventWriter
 from mgpu_slurm.metrics.pace import Pace
 from mgpu_slurm.rank import crash
@@ -170,7 +171,7 @@ class Screen(Sink):
 
 
 def as_text(metrics: dict[str, float]) -> str:
-    return "  ".join(f"{name} {value:.4g}" for name, value in metrics.items())
+    return "  ".join(f"{name} {short_value(value)}" for name, value in metrics.items())
 
 
 # -- the sink that has a thread

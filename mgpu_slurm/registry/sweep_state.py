@@ -181,7 +181,8 @@ def reason(workers: Sequence[RunState], summary: SweepSummary, state: str) -> st
     if summary.is_over and summary.over is not None:
         return f"{told}: {summary.over.reason}"
     if state == states.COMPLETED:
-        return told
+        paused = summary.trials["PAUSED"]
+        return f"{told}; {paused} stay paused, as others are better" if paused else told
     if summary.trials["FAIL"] == sum(summary.trials.values()):
         return f"{told}, and all of them failed"
     if _is_in_vain(summary):

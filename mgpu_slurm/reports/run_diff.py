@@ -26,6 +26,10 @@ Values = dict[str, tuple[Any, Any]]
 
 _OF_ONE_RUN = ("run", "config", "config_base", "submitted", "python", "project", "tasks", "after", "kind", "at_once")
 """Fields of a request that say nothing of what the run does, or are compared by themselves."""
+_OPTIONS = {"lead": "--signal @SECONDS", "sinks": "--sink", "stuck_after": "--stuck-after MINUTES"} | {
+    name: f"--{name.replace('_', '-')}"
+    for name in ("executor", "signal", "max_requeues", "retries", "profile", "stage", "notify", "cluster")
+}
 _TARGET = "target.function"
 _LEAST_VALUE = 12
 """Characters of a value that are always shown."""
@@ -89,7 +93,8 @@ def lines(found: RunDiff, columns: int | None = None) -> list[str]:
     rows = [["", "", *found.runs]]
     for title in ("config", "request", "code", "environment", "result"):
         part = getattr(found, title)
-        for number, (name, values) in enumerate(part.items()):
+        for number, (field, values) in enumerate(part.items()):
+            name = _as_option(field) if title == "request" else field
             shown = [_counts(values)] if isinstance(values, Changes) else [_shown(value) for value in values]
             rows.append(["" if number else title, name, *shown])
         if not part:
@@ -138,6 +143,14 @@ def _config(folder: RunFolder, sweep: SweepSummary | None) -> dict[str, Any]:
 def _request(folder: RunFolder, left_out: Collection[str]) -> dict[str, Any]:
     plain: dict[str, Any] = configs.to_plain(read_spec(folder))
     return _flat({name: value for name, value in plain.items() if name not in left_out})
+
+
+def _as_option(field: str) -> str:
+    """Return the option that sets a field of a request; the field's name if none does."""
+    group, _, name = field.partition(".")
+    if name.startswith("sbatch."):
+        return f"--sbatch {name.removeprefix('sbatch.')}"
+    return f"--{name.replace('_', '-')}" if group in ("resources", "parallelism") else _OPTIONS.get(field, field)
 
 
 def _as_module(target: str | None) -> str | None:

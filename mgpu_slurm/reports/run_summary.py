@@ -8,7 +8,7 @@ from datetime import datetime
 from pathlib import Path
 
 from mgpu_slurm.core.files import read_json, read_jsonl
-from mgpu_slurm.core.formatting import duration, program, short_path
+from mgpu_slurm.core.formatting import duration, program, short_path, short_value
 from mgpu_slurm.core.hostlist import compress, ranges
 from mgpu_slurm.reports.diagnosis import problem_of_result, resumed_name
 from mgpu_slurm.reports.sink_lines import sink_lines
@@ -46,7 +46,7 @@ def ending_lines(path: Path, state: RunState, shown_ranks: Collection[int] = ())
     lines += [f"warning   {line}" for line in warning_lines(found)]
     result = read_json(folder.result) if state.state == COMPLETED else None
     if result is not None:
-        numbers = "  ".join(f"{name} {value:.4g}" for name, value in result["result"].items())
+        numbers = "  ".join(f"{name} {short_value(value)}" for name, value in result["result"].items())
         if numbers:
             lines.append(f"result    {numbers}  ({short_path(folder.result)})")
         problem = problem_of_result(folder, state)

@@ -10,7 +10,7 @@ from contextlib import suppress
 from mgpu_slurm.core import log_lines
 from mgpu_slurm.core.errors import UserError
 from mgpu_slurm.core.files import read_json, without_nan
-from mgpu_slurm.core.formatting import duration, time_of
+from mgpu_slurm.core.formatting import duration, short_value, time_of
 from mgpu_slurm.run_folder import records
 from mgpu_slurm.run_folder.layout import RunFolder
 from mgpu_slurm.run_folder.record_types import RunState
@@ -89,5 +89,7 @@ def _text(state: RunState) -> str:
     began, ended = time_of(state.started), time_of(state.ended)
     time = f"  in {duration((ended - began).total_seconds())}" if began and ended else ""
     why = f": {state.reason}" if state.reason else ""
-    metrics = "".join(f"  {name} {value:.4g}" for name, value in state.metrics.items() if isinstance(value, float))
+    metrics = "".join(
+        f"  {name} {short_value(value)}" for name, value in state.metrics.items() if isinstance(value, float)
+    )
     return f"{state.state}  {state.run}{time}{why}{metrics}"

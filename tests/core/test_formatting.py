@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from mgpu_slurm.core.errors import UserError
-from mgpu_slurm.core.formatting import duration, human_size, parse_size
+from mgpu_slurm.core.formatting import duration, human_size, parse_size, short_value
 
 
 @pytest.mark.parametrize(
@@ -24,6 +24,28 @@ from mgpu_slurm.core.formatting import duration, human_size, parse_size
 )
 def test_parse_size_reads_decimal_and_binary_units(text: str, size: int) -> None:
     assert parse_size(text) == size
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0.123456, "0.1235"),
+        (1e-7, "1e-07"),
+        (29066.0, "29066"),
+        (51400.7, "51401"),
+        (999999.9, "1000000"),
+        (1234567.8, "1.235e+06"),
+        (1e12, "1e+12"),
+        (-3.0, "-3"),
+        (float("nan"), "nan"),
+        (float("inf"), "inf"),
+        (29066, "29066"),
+        ("adam", "adam"),
+        (True, "True"),
+    ],
+)
+def test_counts_are_shown_whole_and_fractions_with_four_digits(value: object, text: str) -> None:
+    assert short_value(value) == text
 
 
 @pytest.mark.parametrize("text", ["", "MB", "-1MB", "1,5GB", "10 parsecs", "1e3", "nan", "1.MB", "5M", "٣MB"])

@@ -46,8 +46,8 @@ def test_two_runs_are_compared(project: Project) -> None:
     assert table == [
         [first.name, second.name],
         ["config", "lr", "0.1", "0.2"],
-        ["request", "resources.time", "-", "5"],
-        ["lead", "-", "60"],
+        ["request", "--time", "-", "5"],
+        ["--signal", "@SECONDS", "-", "60"],
         ["code", "data.bin", "differs"],
         ["job.py", "+1", "-0", "lines"],
         ["environment", "click", found["packages"]["click"], "0.1"],

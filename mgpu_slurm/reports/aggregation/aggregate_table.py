@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 
+from mgpu_slurm.core.formatting import short_value
 from mgpu_slurm.reports.aggregation.aggregate import Aggregate
 from mgpu_slurm.reports.aggregation.history import On
 from mgpu_slurm.reports.aggregation.statistics import Summary
@@ -41,7 +42,7 @@ def _same(one: Mapping[str, float], other: Mapping[str, float]) -> bool:
 
 def _row(at: str, runs: int, values: Mapping[str, float]) -> list[str]:
     mean, std, low, high, *rest = (
-        f"{values[name]:.4g}" for name in ("mean", "std", "ci_low", "ci_high", "min", "median", "max")
+        short_value(values[name]) for name in ("mean", "std", "ci_low", "ci_high", "min", "median", "max")
     )
     spread = ["", ""] if runs == 1 else [std, f"{low} to {high}"]
     return [at, str(runs), mean, *spread, *rest]

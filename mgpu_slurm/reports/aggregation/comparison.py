@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from mgpu_slurm.core.errors import UserError
-from mgpu_slurm.core.formatting import counted
+from mgpu_slurm.core.formatting import counted, short_value
 from mgpu_slurm.core.retry import Note, quiet
 from mgpu_slurm.reports.aggregation import history, run_sources
 from mgpu_slurm.reports.aggregation.aggregate import grouped, is_seed
@@ -75,8 +75,8 @@ class Comparison:
                 each.metric,
                 "end of each" if each.step is None else f"{self.on} {each.step}",
                 str(each.pairs),
-                *(f"{value:.4g}" for value in (each.a, each.b, each.difference)),
-                f"{each.low:.4g} to {each.high:.4g}",
+                *(short_value(value) for value in (each.a, each.b, each.difference)),
+                f"{short_value(each.low)} to {short_value(each.high)}",
                 "lower" if each.lower_is_better else "higher",
                 f"{each.p_a_better:.3f}",
             ]

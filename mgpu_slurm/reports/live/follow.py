@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from mgpu_slurm.core.formatting import short_value
 from mgpu_slurm.core.hostlist import compress
 from mgpu_slurm.core.retry import Note, quiet
 from mgpu_slurm.registry import lookup
@@ -171,7 +172,7 @@ def _words(state: RunState, failed: dict[str, str]) -> str:
         failed: the first run that has failed for each reason; this one is added. An error may be long.
     """
     if state.state == states.COMPLETED:
-        metrics = (f"{name} {value:.4g}" for name, value in state.metrics.items())
+        metrics = (f"{name} {short_value(value)}" for name, value in state.metrics.items())
         return "".join(f"  {words}" for words in ([ended_here(state)] if state.kind == "worker" else metrics) if words)
     if state.reason and not states.is_alive(state.state):
         first = failed.setdefault(state.reason, state.run)

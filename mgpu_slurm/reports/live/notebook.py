@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from html import escape
 
 from mgpu_slurm.core.files import read_jsonl
+from mgpu_slurm.core.formatting import short_value
 from mgpu_slurm.registry import sweep_state
 from mgpu_slurm.reports.live.status_table import cells, summary
 from mgpu_slurm.run_folder.layout import RunFolder
@@ -69,7 +70,7 @@ def _curve(name: str, curves: Sequence[Points]) -> str:
         f'<polyline points="{_path(curve, left, right, low, high)}" fill="none" stroke="currentColor"/>'
         for curve in curves
     )
-    title = escape(f"{name}: {low:.4g} to {high:.4g}")
+    title = escape(f"{name}: {short_value(low)} to {short_value(high)}")
     return (
         f'<svg role="img" width="{_WIDTH}" height="{_HEIGHT}" xmlns="http://www.w3.org/2000/svg">'
         f"<title>{title}</title>{lines}</svg><div>{title}</div>"

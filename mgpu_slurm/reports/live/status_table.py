@@ -207,8 +207,8 @@ def spread(runs: list[RunState]) -> dict[str, str]:
 def _mean_and_deviation(values: list[float]) -> str:
     if not all(map(math.isfinite, values)):
         # the spread is undefined if a run has diverged
-        return f"{sum(values):.4g}"
-    mean = f"{statistics.fmean(values):.4g}"
+        return short_value(sum(values))
+    mean = short_value(statistics.fmean(values))
     return mean if len(values) == 1 else f"{mean}±{statistics.stdev(values):.2g}"
 
 

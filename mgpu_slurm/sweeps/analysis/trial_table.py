@@ -13,7 +13,7 @@ from pathlib import Path
 from optuna.study import Study
 from optuna.trial import FrozenTrial
 
-from mgpu_slurm.core.formatting import cut, duration
+from mgpu_slurm.core.formatting import cut, duration, short_value
 from mgpu_slurm.run_folder import records
 from mgpu_slurm.run_folder.layout import RunFolder
 from mgpu_slurm.sweeps.search.parameters import Values
@@ -163,7 +163,7 @@ def _cells(row: TrialRow, params: Sequence[str], others: Sequence[str]) -> list[
         "" if row.value is None else f"{row.value:.6g}",
         *(f"{row.values[name]:.6g}" if name in row.values else "" for name in others),
         max(row.rungs, key=int, default=""),
-        *("" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value) for value in values),
+        *("" if value is None else short_value(value) for value in values),
         "" if row.seconds is None else duration(row.seconds),
         row.reason,
     ]
