@@ -390,8 +390,8 @@ def find_run(name: str) -> Handle:
     found = find(name)
     if isinstance(found, Study):
         raise UserError(
-            f"{found.name} is a sweep: name one of its workers, such as {found.name}/0; `logs`, and `export` of"
-            f" weights, also take a trial, such as {found.name}/trials/0"
+            f"{found.name} is a sweep: for `logs`, and `export` of weights, name a trial, such as"
+            f" {found.name}/trials/0; else one of its workers, such as {found.name}/0"
         )
     if isinstance(found, Group):
         raise UserError(f"{found.name} is a group of {len(found.runs)} runs: name one of them, such as {found.name}/0")

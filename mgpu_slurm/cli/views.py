@@ -106,7 +106,7 @@ def report(
 )
 @click.option("--compare", is_flag=True, help="Show how two groups differ, by runs with the same seed; writes nothing.")
 @click.option("--together", is_flag=True, help="Average all runs of a PATH that have no config.")
-@click.option("--out", type=click.Path(path_type=Path), metavar="FOLDER", help="[default: aggregate-NAME]")
+@click.option("-o", "--out", type=click.Path(path_type=Path), metavar="FOLDER", help="[default: aggregate-NAME]")
 @click.option("--parquet/--no-parquet", default=None, help="Write Parquet too.  [default: if pyarrow is installed]")
 @json_flag
 def aggregate(

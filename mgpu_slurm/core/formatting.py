@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from datetime import datetime
 from decimal import Decimal
 from pathlib import Path
@@ -43,6 +44,12 @@ def short_value(value: object) -> str:
         return str(value)
     is_count = value.is_integer() and abs(value) < 10**9
     return f"{value:.0f}" if is_count or 10**4 <= abs(value) < 10**6 else f"{value:.4g}"
+
+
+def without_empty_columns(rows: Sequence[Sequence[str]]) -> list[list[str]]:
+    """Return a table without the columns that have nothing but a header, which is the first row."""
+    filled = [any(column) for column in zip(*rows[1:], strict=True)]
+    return [list(itertools.compress(row, filled)) for row in rows]
 
 
 def cut(line: str, columns: int) -> str:

@@ -17,7 +17,7 @@ from mgpu_slurm.executors.slurm_states import NEVER_ARRIVED
 from mgpu_slurm.registry import cleanup, sweep_state
 from mgpu_slurm.registry.current_state import current, recorded
 from mgpu_slurm.registry.index import folders, refuse_closed, roots
-from mgpu_slurm.registry.run_names import NEWEST, NEWEST_FAILED
+from mgpu_slurm.registry.run_names import NEWEST, NEWEST_FAILED, first_part
 from mgpu_slurm.run_folder import layout, records, states
 from mgpu_slurm.run_folder.layout import RunFolder
 from mgpu_slurm.run_folder.record_types import RunState
@@ -25,9 +25,6 @@ from mgpu_slurm.run_folder.record_types import RunState
 _JOB_ID = re.compile(r"\d+(_\d+)?")
 
 _TRIAL = re.compile(rf"(?P<sweep>.+)/{layout.TRIALS}/(?P<number>\d{{1,9}})(/{layout.SEEDS}/(?P<seed>\d{{1,19}}))?/*")
-
-_MADE_UNIQUE = re.compile(r"-\d{8}-\d{6}-[0-9a-f]{4}$")
-"""The suffix that a submission adds to a run's name."""
 
 _NEVER = datetime.min.replace(tzinfo=timezone.utc)
 
@@ -90,7 +87,7 @@ def find(name: str) -> RunFolder:
     known = [folder for root in roots() for folder in folders(root)]
     found = (
         [folder for folder in known if folder.run == name]
-        or [folder for folder in known if _MADE_UNIQUE.sub("", folder.run) == name]
+        or [folder for folder in known if first_part(folder.run) == name]
         or without_confirmations([folder for folder in known if folder.run.startswith(name)])
         or (_with_job(name, known) if _JOB_ID.fullmatch(name) else [])
     )
@@ -106,7 +103,9 @@ def find(name: str) -> RunFolder:
         raise UserError(f"run {name!r} matches several runs ({names}): type more of the name, or use {NEWEST}")
     if not found:
         refuse_closed(name)
-        hint = suggestion(name, [folder.run for folder in known])
+        if f"/{layout.TRIALS}/" in name:
+            raise UserError(f"there is no trial {name!r}: name one as SWEEP/{layout.TRIALS}/NUMBER")
+        hint = suggestion(name, [*(folder.run for folder in known), *(first_part(folder.run) for folder in known)])
         raise UserError(f"there is no run {name!r}{hint}: see `{program()} status`")
     return found[0]
 

@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
 from mgpu_slurm.core.errors import UserError
 from mgpu_slurm.registry.index import folders, roots
-from mgpu_slurm.run_folder.layout import TRIALS, RunFolder
+from mgpu_slurm.run_folder.layout import SEEDS, TRIALS, RunFolder
 
 NEWEST, NEWEST_FAILED = "@last", "@last-failed"
 
+_MADE_UNIQUE = re.compile(r"-\d{8}-\d{6}-[0-9a-f]{4}$")
+"""The suffix that a submission adds to a run's name."""
+
+
+def first_part(run: str) -> str:
+    """Return the part of a run's name that was given, without the suffix that a submission adds."""
+    return _MADE_UNIQUE.sub("", run)
+
 
 def completions(begun: str, only_sweeps: bool = False, trials: bool = False) -> list[str]:
-    """Return the names of runs and groups that begin like this, and of a group's runs after `GROUP/`; those that
-    changed last come first.
+    """Return the names of runs and groups that begin like this; those that changed last come first. After `GROUP/`, for
+    which the first part of a group's name will do, return its runs.
 
     Args:
         trials: whether the name may be that of a trial; these come after `SWEEP/t`.
@@ -31,11 +40,19 @@ def completions(begun: str, only_sweeps: bool = False, trials: bool = False) -> 
     if slash and only_sweeps:
         return []
     if slash:
-        wants_trial = trials and part.startswith(TRIALS[:1])
-        names = (name for folder in found if folder.run == group for name in _parts_of(folder, wants_trial))
+        folder = _named(group, found)
+        parts = [] if folder is None else _parts_of(folder, trials and part.startswith(TRIALS[:1]))
+        names = [f"{group}/{name}" for name in parts]
         return [name for name in names if name.startswith(begun)]
     special = [] if only_sweeps else [NEWEST, NEWEST_FAILED]
     return [name for name in [*special, *(folder.run for folder in found)] if name.startswith(begun)]
+
+
+def _named(name: str, known: list[RunFolder]) -> RunFolder | None:
+    """Return the run or group that has this name, or is the only one with this first part; None if there is none."""
+    found = [folder for folder in known if folder.run == name]
+    found = found or [folder for folder in known if first_part(folder.run) == name]
+    return found[0] if len(found) == 1 else None
 
 
 def _newest_first(found: list[RunFolder]) -> list[RunFolder]:
@@ -44,13 +61,13 @@ def _newest_first(found: list[RunFolder]) -> list[RunFolder]:
 
 
 def _parts_of(group: RunFolder, trials: bool) -> Iterator[str]:
-    """Yield the names of a group's runs that have begun, or of a sweep's trials."""
+    """Yield the names, in their group, of its runs that have begun, or of a sweep's trials."""
     if not trials:
-        yield from (group.of_task(number).run for number in _numbers(group.tasks))
+        yield from map(str, _numbers(group.tasks))
         return
     for number in _numbers(group.trials):
         trial = group.of_trial(number)
-        yield from ([trial.of_seed(seed).run for seed in _numbers(trial.seeds)] or [trial.run])
+        yield from ([f"{TRIALS}/{number}/{SEEDS}/{seed}" for seed in _numbers(trial.seeds)] or [f"{TRIALS}/{number}"])
 
 
 def _numbers(folder: Path) -> list[int]:

@@ -7,7 +7,16 @@ from datetime import datetime, timezone
 from itertools import chain
 from pathlib import Path
 
-from mgpu_slurm.core.formatting import counted, cut, duration, program, short_path, short_value, time_of
+from mgpu_slurm.core.formatting import (
+    counted,
+    cut,
+    duration,
+    program,
+    short_path,
+    short_value,
+    time_of,
+    without_empty_columns,
+)
 from mgpu_slurm.registry.sweep_state import is_confirmation, overall, reason, seconds_left, summary_of
 from mgpu_slurm.reports.sink_lines import sink_lines
 from mgpu_slurm.request.spec import read_spec
@@ -178,7 +187,8 @@ def _workers(workers: Sequence[RunState]) -> list[str]:
                 "  ".join(filter(None, [metrics, ended_here(worker), why])),
             ]
         )
-    return [line.rstrip() for line in tabulate(rows, tablefmt="plain", disable_numparse=True).splitlines()]
+    told = tabulate(without_empty_columns(rows), tablefmt="plain", disable_numparse=True)
+    return [line.rstrip() for line in told.splitlines()]
 
 
 def ended_here(worker: RunState) -> str:

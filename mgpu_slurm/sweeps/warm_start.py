@@ -10,6 +10,7 @@ from optuna.study import Study
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
 from mgpu_slurm.core.errors import UserError
+from mgpu_slurm.core.formatting import program
 from mgpu_slurm.registry import lookup, sweep_state
 from mgpu_slurm.request.config import Config
 from mgpu_slurm.run_folder.layout import RunFolder
@@ -39,7 +40,7 @@ def find(name: str) -> tuple[RunFolder, Sweep, Study]:
     """
     folder = lookup.find(name)
     if not sweep_state.is_sweep(folder):
-        raise UserError(f"{name!r} is not a sweep: name a study")
+        raise UserError(f"{name!r} is not a sweep: name a study, see `{program()} status`")
     sweep = sweep_file.load(folder.sweep)
     return folder, sweep, studies.load(sweep, folder.journal)
 

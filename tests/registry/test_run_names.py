@@ -125,6 +125,11 @@ def test_completions_are_names_that_begin_alike_the_newest_first(runs: Path) -> 
     assert completions("search/t", trials=True) == [f"search/trials/{part}" for part in ("0", "2/seeds/7", "10")]
     assert completions("search/trials/1", trials=True) == ["search/trials/10"]
     assert completions("search/t") == completions("search/t", only_sweeps=True) == []
+    # the part of a name that was given will do, unless two have it
+    made(runs, "seeds-20261128-191220-6bf3", 4, tasks=2)
+    assert completions("seeds/") == ["seeds/0", "seeds/1"]
+    made(runs, "seeds-20261129-191220-6bf3", 5, tasks=2)
+    assert completions("seeds/") == []
 
 
 def test_trial_is_named_below_its_sweep(runs: Path) -> None:
@@ -149,6 +154,14 @@ def test_trial_is_named_below_its_sweep(runs: Path) -> None:
             lookup.trial(name)
     with pytest.raises(UserError, match="search/trials/3 is a trial, and only runs can be named here: see"):
         lookup.find("search/trials/3")
+    with pytest.raises(UserError, match="there is no trial 'search/trials/best': name one as SWEEP/trials/NUMBER"):
+        lookup.find("search/trials/best")
+
+
+def test_misspelt_name_is_suggested_without_its_time(runs: Path) -> None:
+    made(runs, "baseline-20261128-191220-6bf3", 1).spec.touch()
+    with pytest.raises(UserError, match=r"there is no run 'basline' \(did you mean 'baseline'\?\)"):
+        lookup.find("basline")
 
 
 def test_bash_completes_runs(project: Project) -> None:

@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from mgpu_slurm.core.errors import UserError
+from mgpu_slurm.core.errors import UserError, suggestion
 from mgpu_slurm.core.formatting import counted
 from mgpu_slurm.core.retry import Note, quiet
 from mgpu_slurm.registry import lookup, sweep_state
@@ -173,7 +173,8 @@ def _main_metric(
     if options.metric is not None:
         if options.metric not in counts:
             names = ", ".join(list(counts)[:10]) or "none"
-            raise UserError(f"--metric {options.metric}: no run has reported it; there are: {names}")
+            meant = suggestion(options.metric, [*counts])
+            raise UserError(f"--metric {options.metric}: no run has reported it{meant}; there are: {names}")
         return options.metric
     if sweeps and sweeps[0].study.metric in counts:
         return sweeps[0].study.metric

@@ -11,9 +11,10 @@ from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from typing import TypeVar
 
-from mgpu_slurm.core.errors import UserError
+from mgpu_slurm.core.errors import UserError, nearest, suggestion
 from mgpu_slurm.core.formatting import time_of
 from mgpu_slurm.request.spec import read_spec
+from mgpu_slurm.run_folder import states
 from mgpu_slurm.run_folder.layout import RunFolder
 from mgpu_slurm.run_folder.record_types import RunState
 
@@ -58,13 +59,16 @@ class Choice:
         for word, match in conditions:
             if match is not None and match["sign"] in ("<", "<=", ">", ">=") and _number(match["value"]) is None:
                 raise UserError(f"--filter {word!r}: expected a number after {match['sign']}, or a time such as 1h30m")
+            if match is not None and _column(match["key"]) == "state":
+                _check_state(word, match["sign"], match["value"], entries)
         for given, key in keys if any(entry.metrics for entry in entries) else ():
             if not self._is_known(entries, key):
                 columns = ", ".join(each for each in _COLUMNS if each not in _ALIASES.values())
-                metrics = ", ".join(list(dict.fromkeys(name for entry in entries for name in entry.metrics))[:10])
+                metrics = list(dict.fromkeys(name for entry in entries for name in entry.metrics))
+                meant = suggestion(key, [*_COLUMNS, *metrics])
                 raise UserError(
-                    f"{given}: no run has a column, metric or config value {key!r}; columns: {columns};"
-                    f" metrics: {metrics}"
+                    f"{given}: no run has a column, metric or config value {key!r}{meant}; columns: {columns};"
+                    f" metrics: {', '.join(metrics[:10])}"
                 )
 
     def of(self, entries: Sequence[R]) -> list[R]:
@@ -123,6 +127,13 @@ class Choice:
         for part in name.split("."):
             value = value.get(part) if isinstance(value, Mapping) else None
         return _plain(value)
+
+
+def _check_state(word: str, sign: str, wanted: str, entries: Sequence[RunState]) -> None:
+    """Check that there is a state such as the one that a condition names."""
+    known = {*states.ALL, *(entry.state for entry in entries)}
+    if not any(_holds(each, ":" if sign == ":" else "=", wanted) for each in known):
+        raise UserError(f"--filter {word!r}: there is no such state{nearest(wanted.upper(), sorted(known))}")
 
 
 def _age(entry: RunState, now: datetime) -> float | None:

@@ -22,6 +22,7 @@ from mgpu_slurm.core.formatting import (
     program,
     short_value,
     time_of,
+    without_empty_columns,
 )
 from mgpu_slurm.reports.live.status_choice import Choice
 from mgpu_slurm.run_folder.record_types import RunState
@@ -33,7 +34,8 @@ _LEFT_OUT_FIRST = ("AGE", "RANKS", "ATTEMPT", "STEP", "TIME", "PROGRESS", "LEFT"
 """Columns that are left out on a narrow terminal, in this order."""
 _LEAST_ROOM_FOR_METRICS = 16
 _LONGEST_NAME, _LONGEST_VERY_NARROW = 28, 20
-"""Maximum length of a run's name on a narrow terminal, and on one of less than 72 columns; its middle is left out."""
+"""Maximum length of a run's name on a narrow terminal, and on one of less than 72 columns; its middle is left out. On a
+wide one, it may take a third."""
 
 
 EVERYTHING = Choice()
@@ -99,7 +101,7 @@ def table(
     told = [head]
     for line, entry in zip(lines, entries, strict=True):
         told.append(line)
-        below = [entry.run] if _shortened(entry.run, room.columns) != entry.run else []
+        below = [] if line.startswith(entry.run) else [entry.run]
         for text in filter(None, [*below, _details(entry)]):
             told += textwrap.wrap(text, room.columns, initial_indent="    ", subsequent_indent="    ")
     return "\n".join(told)
@@ -115,17 +117,23 @@ def _narrow_lines(entries: list[RunState], columns: int, least_for_last: int = 0
     Args:
         least_for_last: minimum width of the last column (reasons and metrics).
     """
-    rows = [[_shortened(row[0], columns), *row[1:]] for row in cells(entries)]
+    rows = cells(entries)
+    if least_for_last or _width(rows, least_for_last) > columns:
+        rows = [[_shortened(row[0], columns), *row[1:]] for row in rows]
     for name in _LEFT_OUT_FIRST:
-        # reasons and metrics may be cut
-        wide = {title: max(map(len, (title, *cells))) for title, *cells in zip(*rows, strict=True)}
-        if HEADER[-1] in wide:
-            wide[HEADER[-1]] = least_for_last
-        if sum(wide.values()) + 2 * (len(wide) - 1) <= columns:
+        if _width(rows, least_for_last) <= columns:
             break
         kept = [title != name for title in rows[0]]
         rows = [list(itertools.compress(row, kept)) for row in rows]
     return _aligned(rows)
+
+
+def _width(rows: list[list[str]], least_for_last: int) -> int:
+    """Return the least columns for a table, of which reasons and metrics may be cut."""
+    wide = {title: max(map(len, (title, *cells))) for title, *cells in zip(*rows, strict=True)}
+    if HEADER[-1] in wide:
+        wide[HEADER[-1]] = least_for_last
+    return sum(wide.values()) + 2 * (len(wide) - 1)
 
 
 def cells(entries: list[RunState]) -> list[list[str]]:
@@ -133,8 +141,7 @@ def cells(entries: list[RunState]) -> list[list[str]]:
     now = datetime.now(timezone.utc)
     rows = [_row(state, now) for state in entries]
     # plain commands have neither steps nor progress, and room is scarce on a narrow terminal
-    filled = [any(row[place] for row in rows) for place in range(len(HEADER))]
-    return [list(itertools.compress(row, filled)) for row in (HEADER, *rows)]
+    return without_empty_columns([HEADER, *rows])
 
 
 def _aligned(rows: list[list[str]]) -> list[str]:
@@ -146,7 +153,7 @@ def _aligned(rows: list[list[str]]) -> list[str]:
 
 def _shortened(name: str, columns: int) -> str:
     """Return a name such as `train-imagene...-115015-eb8f`: beginning and end suffice to recognize a run."""
-    longest = _LONGEST_NAME if columns >= 72 else _LONGEST_VERY_NARROW
+    longest = max(_LONGEST_NAME, columns // 3) if columns >= 72 else _LONGEST_VERY_NARROW
     return cut_middle(name, longest, end=len("-hhmmss-xxxx"))
 
 

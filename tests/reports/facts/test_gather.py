@@ -127,7 +127,9 @@ def test_wish_decides_on_metric_and_direction(tmp_path: Path) -> None:
     assert (facts.title, facts.metric, facts.metric_names) == ("Mine", "loss", ["loss", "score"])
     metrics = facts.runs[1].metrics
     assert (metrics["loss"].best, metrics["loss"].is_assumed, metrics["score"].is_assumed) == (5.0, False, True)
-    with pytest.raises(UserError, match="--metric los: no run has reported it; there are: score, loss"):
+    with pytest.raises(
+        UserError, match=r"--metric los: no run has reported it \(did you mean 'loss'\?\); there are: score, loss"
+    ):
         found(*runs, metric="los")
 
 

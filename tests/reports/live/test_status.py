@@ -107,18 +107,26 @@ def test_half_a_terminal_has_progress_and_reasons() -> None:
     assert first.startswith("digit...-115015-eb8f  RUNNING    3/90 ")
 
 
-@pytest.mark.parametrize("columns", [80, 100])
-def test_overview_with_reasons_and_metrics_fits_the_terminal(columns: int) -> None:
+@pytest.mark.parametrize(
+    ("columns", "name"), [(80, "train-imagene...-115015-eb8f"), (100, "train-imagenet-res...-115015-eb8f")]
+)
+def test_overview_with_reasons_and_metrics_fits_the_terminal(columns: int, name: str) -> None:
     header, first, long, failed = status_table.overview(RUNS, os.terminal_size((columns, 24))).splitlines()
     assert max(map(len, (header, first, long, failed))) <= columns
     assert header.endswith("REASON, METRICS")
-    assert first.startswith("digits-20261121-115015-eb8f   RUNNING ")
+    assert first.startswith(f"{'digits-20261121-115015-eb8f':<{len(name)}}  RUNNING ")
     assert first.endswith(" accuracy=0.9812")
-    assert long.startswith("train-imagene...-115015-eb8f  COMPLETED ")
+    assert long.startswith(f"{name}  COMPLETED ")
     assert failed.endswith("...")
     # a terminal may show nothing else
     assert "".join((header, first, long, failed)).isascii()
     assert "rank 0 on gpu-" in failed
+
+
+def test_names_of_a_group_are_whole_if_there_is_room() -> None:
+    runs = [RunState(run=f"baseline-20261128-191220-6bf3/{number}", metrics={"loss": 0.5}) for number in range(2)]
+    told = status_table.table(runs, room=os.terminal_size((60, 24))).splitlines()
+    assert [line.split()[0] for line in told] == ["RUN", runs[0].run, "loss=0.5", runs[1].run, "loss=0.5"]
 
 
 def test_named_run_is_shown_in_full_in_a_narrow_terminal() -> None:

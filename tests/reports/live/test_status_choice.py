@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from datetime import datetime, timezone
 from pathlib import Path
 
@@ -70,12 +71,32 @@ def test_runs_are_sorted_by_any_value(key: str, order: str) -> None:
 @pytest.mark.parametrize("given", [{"sort": "lost"}, {"sort": "-lost"}, {"filters": ["lost<3"]}])
 def test_value_that_no_run_has_is_an_error(given: dict[str, str]) -> None:
     choice = Choice(**given)  # type: ignore[arg-type]
-    with pytest.raises(UserError, match="no run has a column, metric or config value 'lost'; columns: attempt, name, "):
+    with pytest.raises(
+        UserError, match=r"no run has .* value 'lost' \(did you mean 'loss'\?\); columns: attempt, name, "
+    ):
         choice.check(RUNS)
     # as long as nothing was reported, it may be a metric
     fresh = [RunState(run="new", state="RUNNING")]
     choice.check(fresh)
     assert choice.of(fresh) == ([] if choice.filters else fresh)
+
+
+@pytest.mark.parametrize(
+    ("word", "told"),
+    [
+        ("state:complted", "there is no such state (did you mean 'COMPLETED'?)"),
+        ("STATE=fail", "there is no such state (did you mean 'FAILED'?)"),
+        ("state!=typo", "there is no such state (known: CANCELLED, COMPLETED, FAILED, "),
+    ],
+)
+def test_state_that_there_is_not_is_an_error(word: str, told: str) -> None:
+    with pytest.raises(UserError, match=re.escape(f"--filter {word!r}: {told}")):
+        Choice(filters=[word]).check(RUNS)
+
+
+@pytest.mark.parametrize("word", ["state:out_of", "state=timeout", "state!=COMPLETED", "state:fail"])
+def test_state_that_no_run_has(word: str) -> None:
+    Choice(filters=[word]).check(RUNS)
 
 
 @pytest.mark.parametrize(
