@@ -59,11 +59,7 @@ def execute(block: Block, project: Project, place: str) -> None:
 
 
 WITH_EXAMPLES = [name for name, found in BLOCKS.items() if any(block.kind in RUNS for block in found)]
-SHORT = [
-    name
-    for name in WITH_EXAMPLES
-    if name in ("README.md", "docs/guides/failures.md", "docs/how-to/groups.md") or name.startswith("docs/tutorials/")
-]
+SHORT = [name for name in WITH_EXAMPLES if name == "README.md" or name.startswith("docs/tutorials/")]
 """What a new user reads; the commands of other pages have tests of their own, too."""
 
 

@@ -99,7 +99,7 @@ def retries(folder: Path) -> list[dict[str, Any]]:
         # 16 samples in the first attempt, the next of which begins at its checkpoint
         pytest.param(["--tensor", "2"], ["how=gradients", "most=4"], [8, 4], marks=pytest.mark.long),
         # 8 samples of each rank, in two parts
-        ([], ["how=accumulate", "parts=2", "most=2"], [2]),
+        pytest.param([], ["how=accumulate", "parts=2", "most=2"], [2], marks=pytest.mark.long),
         (["--pipeline", "2"], ["how=pipeline", "most=4"], [4]),
         # 8 samples of each rank, after the ranks have stopped telling each other
         pytest.param([], ["how=quiet", "most=4"], [4], marks=pytest.mark.long),

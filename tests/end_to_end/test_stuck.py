@@ -192,6 +192,7 @@ def test_slow_compilation_is_awaited_and_one_that_hangs_is_named(stuck: Project)
     assert "waits for other ranks in gloo:all_reduce" in log(folder, 0)
 
 
+@pytest.mark.long
 def test_rank_holding_the_gil_is_reported_as_not_responding(stuck: Project) -> None:
     folder, facts = stuck.run("train:locked", *AFTER)
     assert (facts["state"], facts["step"], facts["attempts"]) == ("COMPLETED", 12, 2)

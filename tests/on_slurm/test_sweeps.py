@@ -146,6 +146,7 @@ def test_two_node_worker_continues_after_time_limit_and_preemption(project: Proj
     assert not [trial for trial in trials_of(folder) if claiming.LOSSES in trial.system_attrs]
 
 
+@pytest.mark.long
 def test_worker_on_a_broken_node_leaves_its_trials_to_the_others(project: Project) -> None:
     fixed = {"does": "waits", "broken": "n2", "pause": 1.0, "place": str(project.folder)}
     # a node for each of them

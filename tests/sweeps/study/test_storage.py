@@ -29,7 +29,7 @@ from tests.forks import FORKS
 from tests.mariadb import Server as MariaDB
 from tests.on_slurm.packages import DATABASE_PASSWORD
 from tests.postgresql import Server as PostgreSQL
-from tests.support import wait_until
+from tests.support import wait_until, with_long
 
 VARIABLE = "MGPU_TEST_PASSWORD"
 SPACE = {"lr": {"float": [1e-4, 1.0], "log": True}, "layers": {"choice": [[8], [8, 8]]}}
@@ -76,7 +76,12 @@ class Place:
         return trial
 
 
-@pytest.fixture(params=["journal", "postgresql", "mariadb"])
+PLACES = ["journal", "postgresql", "mariadb"]
+with_two_places = pytest.mark.parametrize("place", with_long(PLACES, PLACES[:2]), indirect=True)
+"""What takes long is not repeated on the second kind of server."""
+
+
+@pytest.fixture(params=PLACES)
 def place(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
     monkeypatch.setenv(VARIABLE, DATABASE_PASSWORD)
     url = None
@@ -115,6 +120,7 @@ def take_all(place: Place, made: Sweep, worker: int, together: Barrier, taken: A
             taken[trial.number] += 1
 
 
+@with_two_places
 def test_concurrent_workers_take_each_trial_once(place: Place) -> None:
     made = place.create(trials=24, sampler="random")
     together, taken = FORKS.Barrier(8), FORKS.Array("i", 32)
@@ -142,6 +148,7 @@ def take_one_in_each_round(place: Place, made: Sweep, worker: int, together: Bar
         together.wait()
 
 
+@with_two_places
 def test_concurrent_workers_never_exceed_a_trial_limit_that_is_raised(place: Place) -> None:
     made = place.create(trials=3, sampler="random")
     together, taken_in = FORKS.Barrier(8), FORKS.Array("i", 8 * ROUNDS)
@@ -199,6 +206,7 @@ def begin_for_ever(place: Place, made: Sweep, worker: int, told: Any) -> None:
         told.value += 1
 
 
+@with_two_places
 def test_worker_killed_while_beginning_a_trial_has_claimed_it(place: Place) -> None:
     made = place.create(trials=None, budget={"hours": 1})
     # without a lock, which would stay with who is killed over it
@@ -441,6 +449,7 @@ def decisions(study: optuna.Study, made: Sweep, take: Callable[[], Trial]) -> li
     [{"name": "median", "startup_trials": 2}, {"name": "hyperband", "max_resource": 9}],
     ids=["median", "hyperband"],
 )
+@with_two_places
 def test_sampler_and_pruner_decide_as_in_memory(place: Place, pruner: dict[str, Any]) -> None:
     made = place.create(trials=14, sampler={"name": "tpe", "seed": 3}, pruner=pruner)
     study = optuna.create_study(

@@ -29,6 +29,7 @@ from mgpu_slurm.training.memory.planned_run import STEPS
 from mgpu_slurm.training.run import Run
 from tests.forks import in_fork
 from tests.ranks import run_ranks
+from tests.support import with_long
 
 WIDTH = 128
 PLAN = {"*.up": "column", "*.down": "row"}
@@ -158,7 +159,7 @@ CASES: dict[str, tuple[int, Parallelism, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", with_long(CASES, {*CASES} - {"fsdp bf16", "zero2", "fsdp, tensor"}))
 def test_planned_memory_is_that_of_real_training(case: str) -> None:
     ranks, parallelism, options = CASES[case]
     layout, facts = parallelism.layout(ranks, ranks), RankInfo(0, ranks)

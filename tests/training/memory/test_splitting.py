@@ -196,7 +196,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("layout", "place", "step"), with_long(CASES, CASES[::3]))
+@pytest.mark.parametrize(("layout", "place", "step"), with_long(CASES, CASES[::5]))
 def test_step_is_repeated_in_smaller_parts_on_all_ranks(layout: str, place: str, step: int) -> None:
     ranks, parallelism = LAYOUTS[layout]
     found = run_ranks(train, ranks, place, PLACES[place], None, step, layout=parallelism.layout(ranks, ranks))

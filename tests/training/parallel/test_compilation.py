@@ -115,6 +115,7 @@ def under_each_strategy(run: Run) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.long
 def test_compiled_models_train_as_others_do_under_each_strategy() -> None:
     for found in run_ranks(under_each_strategy, 2):
         for options, (has_same_names, distance, compilations) in found.items():

@@ -271,7 +271,7 @@ PAIRS = [
 ]
 
 
-@pytest.mark.parametrize(("before", "after"), with_long(PAIRS, PAIRS[::2]))
+@pytest.mark.parametrize(("before", "after"), with_long(PAIRS, PAIRS[::3]))
 def test_strategy_resumes_from_checkpoints_of_another(
     before: str, after: str, alone: dict[tuple[str, bool], tuple[list[float], float]], tmp_path: Path
 ) -> None:
