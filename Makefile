@@ -1,4 +1,4 @@
-.PHONY: demo demo-sweep test quick gpu chaos long check docs pictures bench clean cluster cluster-deps try-cluster-deps cluster-env \
+.PHONY: demo demo-sweep test test-slurm quick gpu chaos long check docs pictures bench clean cluster cluster-deps try-cluster-deps cluster-env \
     cluster-down
 .DELETE_ON_ERROR:
 
@@ -10,6 +10,8 @@ ADVICE = install Python 3.10 or newer with its venv module, or name one: make PY
 
 READY := .venv/ready
 CLUSTER := .cluster/ready
+RELEASES := 22.05 24.11
+SLURM ?= 22.05
 QUICK := $(addprefix tests/,core run_folder request slurm registry submission metrics sweeps/search test_docs.py \
     test_imports.py)
 
@@ -61,23 +63,27 @@ docs: $(READY)
 	NO_MKDOCS_2_WARNING=1 .venv/bin/python -m mkdocs build --strict
 
 # the pictures of the README and the documentation, from real runs; a few minutes
-pictures: $(READY) $(CLUSTER)
+pictures: $(READY) cluster-deps
 	.venv/bin/python -m tests.pictures
 
 bench: $(READY)
 	.venv/bin/python -m benchmarks
 
-# a real SLURM of four nodes on this machine, of which the machine notices nothing
-cluster: $(CLUSTER)
-	@$(PYTHON) tests/on_slurm/cluster.py up .cluster/run
+# the tests on a real SLURM, all of them on one of its releases: make test-slurm SLURM=24.11
+test-slurm: $(READY) cluster-deps
+	TEST_SLURM=$(SLURM) .venv/bin/python -m pytest --numprocesses 3 --dist loadscope -rs tests/on_slurm
+
+# a real SLURM of four nodes on this machine, of which the machine notices nothing; also SLURM=24.11
+cluster: cluster-deps
+	@$(PYTHON) -m tests.on_slurm.cluster up $(SLURM)
 
 cluster-env:
-	@$(PYTHON) tests/on_slurm/cluster.py env .cluster/run
+	@$(PYTHON) -m tests.on_slurm.cluster env $(SLURM)
 
 cluster-down:
-	@$(PYTHON) tests/on_slurm/cluster.py down .cluster/run && echo "The cluster is down."
+	@$(PYTHON) -m tests.on_slurm.cluster down $(SLURM) && echo "The cluster is down."
 
-cluster-deps: $(CLUSTER)
+cluster-deps: $(CLUSTER) $(RELEASES:%=.cluster/%/ready)
 
 try-cluster-deps:
 	@$(MAKE) --silent --no-print-directory cluster-deps || [ "$$CI" = true ] \
@@ -85,8 +91,13 @@ try-cluster-deps:
 
 # touched last, as below
 $(CLUSTER): tests/on_slurm/packages.py
-	@echo "Unpacking Debian's packages of SLURM, PostgreSQL and Chromium into .cluster (about 200 MB; nothing is installed)"
+	@echo "Unpacking Debian's packages of PostgreSQL, MariaDB and Chromium into .cluster (about 200 MB; nothing is installed)"
 	@$(PYTHON) tests/on_slurm/packages.py .cluster
+	@touch $@
+
+.cluster/%/ready: tests/on_slurm/packages.py
+	@echo "Unpacking SLURM $* into .cluster/$*"
+	@$(PYTHON) tests/on_slurm/packages.py .cluster $*
 	@touch $@
 
 # touched last: an installation that was interrupted starts again

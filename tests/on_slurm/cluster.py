@@ -29,6 +29,8 @@ from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from types import TracebackType
 
+from tests.on_slurm import packages
+
 REPOSITORY = Path(__file__).resolve().parents[2]
 PREPARED = REPOSITORY / ".cluster"
 INSIDE = Path("/run/cluster")  # the state folder as it is named inside
@@ -58,9 +60,11 @@ class Cluster:
         self.folder = folder.resolve()
         try:
             self._pid = int((self.folder / "pid").read_text())
-            self._token = json.loads((self.folder / "setup.json").read_text())["token"]
+            setup = json.loads((self.folder / "setup.json").read_text())
         except FileNotFoundError:
             raise ClusterProblem(f"no cluster runs in {folder}") from None
+        self.slurm: str = setup["slurm"]
+        self._token: str = setup["token"]
         self._holder: subprocess.Popen[bytes] | None = None
         if not self.alive():
             raise ClusterProblem(f"no cluster runs in {folder}")
@@ -68,7 +72,9 @@ class Cluster:
     # -- life
 
     @classmethod
-    def up(cls, folder: Path, prepared: Path = PREPARED, detached: bool = False) -> Cluster:
+    def up(
+        cls, folder: Path, prepared: Path = PREPARED, detached: bool = False, release: str = packages.OLDEST
+    ) -> Cluster:
         """Starts a cluster with its state in `folder`, which has to be empty or missing.
 
         It ends with the calling thread, however that ends; a detached one goes on until `down`. Where this checkout
@@ -79,7 +85,8 @@ class Cluster:
         folder.mkdir(parents=True, exist_ok=True)
         folder = folder.resolve()
         folder.chmod(0o755)  # everyone's commands read the configuration
-        write_state(folder, prepared, opened=[] if detached else [str(REPOSITORY), sys.prefix, sys.base_prefix])
+        opened = [] if detached else [str(REPOSITORY), sys.prefix, sys.base_prefix]
+        write_state(folder, prepared, release, opened)
         holder = start_init(folder, detached)
         try:
             until("the namespaces are made", lambda: (folder / "pid").exists() or holder.poll() is not None)
@@ -530,13 +537,14 @@ class Cluster:
             path.chmod(0o755)
 
 
-def write_state(folder: Path, prepared: Path, opened: list[str]) -> None:
+def write_state(folder: Path, prepared: Path, release: str, opened: list[str]) -> None:
     """All that init.py and the daemons read."""
     for name in ("bin", "etc", "home", "log"):
         (folder / name).mkdir()
     for source in (Path(__file__).parent / "etc").iterdir():
         shutil.copyfile(source, folder / "etc" / source.name)
     (folder / "etc/slurmdbd.conf").chmod(0o600)  # slurmdbd insists
+    (folder / "etc/cgroup.conf").write_text(packages.RELEASES[release].cgroup)
     write_site(folder)
     write_users(folder)
     hosts = "".join(f"{address} {name}\n" for name, address in ADDRESSES.items())
@@ -545,7 +553,8 @@ def write_state(folder: Path, prepared: Path, opened: list[str]) -> None:
     key.touch(0o600)
     key.write_bytes(secrets.token_bytes(128))
     setup = {
-        "packages": str(prepared / "packages"),
+        "slurm": release,
+        "layers": packages.layers(prepared, release),
         "database": str(prepared / "database"),
         "addresses": ADDRESSES,
         "opened": opened,
@@ -631,20 +640,26 @@ def until(what: str, condition: Callable[[], bool], seconds: float = 60, facts: 
         looked = time.monotonic()
 
 
-def main(verb: str, folder: Path) -> None:
+def main(verb: str, release: str) -> None:
     """What `make cluster`, `make cluster-env` and `make cluster-down` do."""
+    if release not in packages.RELEASES:
+        raise SystemExit(f"SLURM={release}: there are {' and '.join(packages.RELEASES)}")
+    folder = PREPARED / f"run-{release}"
+    choice = "" if release == packages.OLDEST else f" SLURM={release}"
     try:
         cluster = Cluster(folder)
     except ClusterProblem as problem:
         if verb == "env":
-            raise SystemExit(f"{problem}: make cluster starts one") from None
+            raise SystemExit(f"{problem}: make cluster{choice} starts one") from None
         shutil.rmtree(folder, ignore_errors=True)  # what one that is gone left
         if verb == "down":
             return
-        cluster = Cluster.up(folder, detached=True)
+        cluster = Cluster.up(folder, detached=True, release=release)
     if verb == "up":
-        print("A SLURM of four nodes is up: n1 to n4, partitions main and high. For a shell that is to use it:")
-        print('    eval "$(make -s cluster-env)"     # and when you are done: make cluster-down')
+        print(
+            f"SLURM {release} is up with four nodes, n1 to n4, and partitions main and high. For a shell that uses it:"
+        )
+        print(f'    eval "$(make -s cluster-env{choice})"     # and when you are done: make cluster-down{choice}')
     elif verb == "env":
         print(f"export PATH={shlex.quote(str(cluster.folder / 'bin'))}:$PATH")
         print(f"export SLURM_CONF={shlex.quote(cluster.environ['SLURM_CONF'])}")
@@ -654,4 +669,4 @@ def main(verb: str, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]))
+    main(*sys.argv[1:])

@@ -1,14 +1,17 @@
-"""One real SLURM for all tests of this folder, as good as new for each of them."""
+"""A real SLURM for all tests of this folder, as good as new for each of them: the oldest release or, of tests marked
+`every_slurm`, each one in turn. `TEST_SLURM` names the one for all tests instead."""
 
 from __future__ import annotations
 
 import os
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
+from tests.on_slurm import packages
 from tests.on_slurm.cluster import PREPARED, Cluster
 from tests.support import Project, make_project, require
 
@@ -19,11 +22,34 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker("slurm")
 
 
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    chosen = os.environ.get("TEST_SLURM")
+    if chosen is None and metafunc.definition.get_closest_marker("every_slurm"):
+        metafunc.parametrize("cluster", packages.RELEASES, indirect=True, scope="session")
+    elif chosen not in (None, packages.OLDEST):
+        metafunc.parametrize("cluster", [chosen], indirect=True, scope="session")
+
+
 @pytest.fixture(scope="session")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    require(what_is_missing())
-    with Cluster.up(tmp_path_factory.mktemp("cluster") / "state") as cluster:
-        yield cluster
+def clusters(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Cluster]]:
+    """Clusters by their release of SLURM, each of which is started when it is first asked for."""
+    running: dict[str, Cluster] = {}
+
+    def of(release: str) -> Cluster:
+        if release not in running:
+            require(what_is_missing(release))
+            running[release] = stack.enter_context(
+                Cluster.up(tmp_path_factory.mktemp("cluster") / "state", release=release)
+            )
+        return running[release]
+
+    with ExitStack() as stack:
+        yield of
+
+
+@pytest.fixture(scope="session")
+def cluster(clusters: Callable[[str], Cluster], request: pytest.FixtureRequest) -> Cluster:
+    return clusters(getattr(request, "param", packages.OLDEST))
 
 
 @pytest.fixture(autouse=True)
@@ -57,14 +83,14 @@ def asked(slurm_project: Project, tmp_path: Path) -> Path:
     return said
 
 
-def what_is_missing() -> str | None:
+def what_is_missing(release: str = packages.OLDEST) -> str | None:
     """What keeps a cluster from running here."""
     if os.geteuid() != 0:
         return "a real SLURM needs root (and make cluster-deps)"
-    if not (PREPARED / "ready").exists():
+    if not all((PREPARED / name).exists() for name in ("ready", f"{release}/ready")):
         return "a real SLURM needs make cluster-deps"
     # What init.py does that root may not do everywhere, as in most containers.
-    overlay = f"mount -t overlay -o lowerdir={PREPARED}/packages/usr:/usr overlay /usr"
+    overlay = f"mount -t overlay -o lowerdir={':'.join(packages.layers(PREPARED, release))} overlay /usr"
     device = "mount -t tmpfs tmpfs /run && mknod /run/device c 195 0"
     tried = ["unshare", "--mount", "--pid", "--net", "--uts", "--fork", "sh", "-c", f"{overlay} && {device}"]
     done = subprocess.run(tried, capture_output=True, text=True)

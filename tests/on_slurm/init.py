@@ -26,7 +26,7 @@ def main(state: Path) -> None:
     setup = json.loads((state / "setup.json").read_text())
     # read while /proc is still the host's: the number that nsenter needs on the host
     pid = os.readlink("/proc/self")
-    isolate(state, Path(setup["packages"]))
+    isolate(state, setup["layers"])
     for path in setup["opened"]:
         open_to_users(Path(path))
     copying = subprocess.Popen(["cp", "-r", "--sparse=always", setup["database"], str(DATABASE)])
@@ -72,7 +72,7 @@ def mount(*words: str | Path) -> None:
     subprocess.run(["mount", *map(str, words)], check=True)
 
 
-def isolate(state: Path, packages: Path) -> None:
+def isolate(state: Path, layers: list[str]) -> None:
     """Own /proc, /run, users and host names; SLURM's files over /usr."""
     mount("-t", "proc", "proc", "/proc")
     # also hides the sockets of the host's services (name service caches above all), which know nothing of our users
@@ -85,7 +85,7 @@ def isolate(state: Path, packages: Path) -> None:
     # Jobs inherit the PATH of their submission, and inside the commands need no wrapper.
     mount("-t", "tmpfs", "-o", "ro", "tmpfs", state / "bin")
     # Without an upper folder an overlay is read-only, and any file system may hold its layers.
-    mount("-t", "overlay", "-o", f"lowerdir={packages / 'usr'}:/usr", "overlay", "/usr")
+    mount("-t", "overlay", "-o", f"lowerdir={':'.join(layers)}", "overlay", "/usr")
     for name in ("hosts", "passwd", "group", "shadow"):
         mount("--bind", state / "etc" / name, Path("/etc") / name)
 

@@ -1,9 +1,12 @@
-"""Gets the programs of a real SLURM, PostgreSQL and Chromium without installing them: `make cluster-deps`.
+"""Gets the programs of real SLURMs, PostgreSQL and Chromium without installing them: `make cluster-deps`.
 
 With sbatch in /usr/bin, `--executor auto` would mean another thing on this machine, and Debian would start its
-services. So the packages are only unpacked, into a folder that `init.py` lays over /usr in a namespace of its own.
-Dependencies that the machine has are used from there. PostgreSQL and Chromium need no namespace: they find their files
-from where their programs lie. The standard library alone is used, as no environment is needed.
+services. So the packages are only unpacked, into folders that `init.py` lays over /usr in a namespace of its own.
+
+Each release of SLURM is that of a release of Debian, whatever this machine has, with the libraries for which it was
+built. The other programs are this machine's own, and dependencies that it has are used from there. PostgreSQL and
+Chromium need no namespace: they find their files from where their programs lie. The standard library alone is used, as
+no environment is needed.
 """
 
 from __future__ import annotations
@@ -12,9 +15,11 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
-NAMES = ["slurm-wlm", "slurm-client", "slurmdbd", "munge", "mariadb-server", "iproute2", "postgresql", "libfaketime"]
+NAMES = ["mariadb-server", "iproute2", "postgresql", "libfaketime"]
 # Chromium's program, its files, and the only fonts of the tests, so that a text is as wide on every machine
 NAMES += ["chromium-headless-shell", "chromium-common", "fonts-dejavu-core"]
 
@@ -22,15 +27,100 @@ DATABASE_PASSWORD = "known to all tests"
 """Of PostgreSQL's user postgres and MariaDB's root. Nobody reaches a server who cannot open its folder."""
 
 
+@dataclass(frozen=True)
+class Release:
+    """A release of SLURM, and how it is set up."""
+
+    suite: str
+    """The release of Debian that has it."""
+    cgroup: str
+    """The lines of cgroup.conf: slurmd asks for a plugin even where nothing uses one, and finding out by itself which
+    one there is fails where /sys is not as expected."""
+
+
+RELEASES = {
+    # this plugin does nothing at its start, while the one for version 2 wants systemd
+    "22.05": Release("bookworm", "CgroupPlugin=cgroup/v1\nCgroupAutomount=no\n"),
+    "24.11": Release("trixie", "CgroupPlugin=disabled\n"),
+}
+OLDEST = next(iter(RELEASES))
+
+OF_SLURM = ("slurmctld", "slurmd", "slurm-client", "slurmdbd", "munge")
+KEPT = ("lib", "slurm", "munge", "zlib")
+"""Beginnings of the names of their dependencies that are unpacked: what else a machine needs, this one has."""
+
+SOURCES = "deb [signed-by=/usr/share/keyrings/debian-archive-keyring.gpg] http://deb.debian.org/debian {suite} main\n"
+
+
+def check_machine() -> None:
+    """Raises SystemExit with one line where this machine cannot run a cluster."""
+    if os.geteuid() != 0:
+        raise SystemExit("a cluster needs root (namespaces and mounts): try sudo make cluster-deps")
+    if shutil.which("apt-get") is None:
+        raise SystemExit("a cluster needs Debian's packages, and there is no apt-get on this machine")
+
+
+def prepare_slurm(folder: Path, name: str) -> None:
+    """Makes folder/NAME, with the programs of this release, whatever an interrupted attempt left there."""
+    check_machine()
+    own = folder / name
+    shutil.rmtree(own, ignore_errors=True)
+    archives = download_slurm(own / "apt", RELEASES[name].suite)
+    for archive in archives.glob("*.deb"):
+        if not archive.name.startswith(KEPT):
+            archive.unlink()
+    (libc,) = archives.glob("libc6_*.deb")
+    (own / "libc").write_text(libc.name.split("_")[1].partition("-")[0])
+    unpack(archives, own)
+    shutil.rmtree(own / "apt")
+
+
+def download_slurm(apt: Path, suite: str) -> Path:
+    """Gets the packages and all that they need, as for a machine that has nothing; the folder with them."""
+    archives = apt / "archives"
+    for path in (apt / "lists/partial", archives / "partial"):
+        path.mkdir(parents=True)
+    (apt / "status").touch()
+    (apt / "sources.list").write_text(SOURCES.format(suite=suite))
+    settings = {
+        "Dir::Etc::sourcelist": apt / "sources.list",
+        "Dir::Etc::sourceparts": "/dev/null",
+        "Dir::State": apt,
+        "Dir::State::status": apt / "status",
+        "Dir::Cache": apt,
+        "APT::Sandbox::User": "root",
+        "Acquire::Languages": "none",
+    }
+    (apt / "apt.conf").write_text("".join(f'{name} "{value}";\n' for name, value in settings.items()))
+    environ = {"APT_CONFIG": str(apt / "apt.conf")}
+    for words in (["update"], ["install", "--download-only", "--no-install-recommends", "--yes", *OF_SLURM]):
+        done = quiet(["apt-get", "-qq", *words], environ)
+        if done.returncode != 0:
+            said = done.stderr.strip().splitlines()[-1]
+            raise SystemExit(f"apt-get cannot get {' '.join(OF_SLURM)} of Debian's {suite}: {said}")
+    return archives
+
+
+def layers(folder: Path, name: str) -> list[str]:
+    """The folders that lie over each other as /usr where this release runs, the first in front."""
+    layers = [folder / name / "usr", folder / "packages/usr"]
+    libc = (os.confstr("CS_GNU_LIBC_VERSION") or "").removeprefix("glibc ")
+    # with a newer C library run programs that were built for an older one, but not the other way round
+    is_newest = numbers((folder / name / "libc").read_text()) >= numbers(libc)
+    order = [*layers, Path("/usr")] if is_newest else [Path("/usr"), *layers]
+    return [str(layer) for layer in order]
+
+
+def numbers(version: str) -> list[int]:
+    return [int(part) for part in version.split(".")]
+
+
 def prepare(folder: Path) -> None:
     """Makes folder/packages, folder/database and folder/postgresql, whatever an interrupted attempt left there.
 
     Raises SystemExit with one line where this machine cannot do it.
     """
-    if os.geteuid() != 0:
-        raise SystemExit("a cluster needs root (namespaces and mounts): try sudo make cluster-deps")
-    if shutil.which("apt-get") is None:
-        raise SystemExit("a cluster needs Debian's packages, and there is no apt-get on this machine")
+    check_machine()
     for name in ("packages", "database", "postgresql", "archives"):
         shutil.rmtree(folder / name, ignore_errors=True)
     archives = folder / "archives"
@@ -55,8 +145,8 @@ def download(archives: Path) -> None:
     raise SystemExit(f"apt-get cannot get {' '.join(NAMES)}: {quiet(install).stderr.strip().splitlines()[-1]}")
 
 
-def quiet(command: list[str]) -> subprocess.CompletedProcess[str]:
-    environ = os.environ | {"DEBIAN_FRONTEND": "noninteractive", "LC_ALL": "C"}
+def quiet(command: list[str], more: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    environ = os.environ | {"DEBIAN_FRONTEND": "noninteractive", "LC_ALL": "C"} | dict(more or {})
     return subprocess.run(command, capture_output=True, text=True, env=environ, stdin=subprocess.DEVNULL)
 
 
@@ -72,7 +162,8 @@ def unpack(archives: Path, root: Path) -> None:
             raise SystemExit(f"{archive.name} cannot be unpacked")
     # what Debian's scripts would have done by `update-alternatives`
     for program in (root / "usr/sbin").glob("*-wlm"):
-        program.with_name(program.name.removesuffix("-wlm")).symlink_to(program.name)
+        # not as a link: slurmd starts itself again, by the name behind it
+        program.rename(program.with_name(program.name.removesuffix("-wlm")))
 
 
 def make_database(packages: Path, database: Path) -> None:
@@ -115,5 +206,14 @@ def postgresql(packages: Path, program: str, *options: str) -> list[str]:
     return words if os.geteuid() else ["unshare", "--map-user=1000", "--map-group=1000", *words]
 
 
+def main(folder: Path, release: str | None = None) -> None:
+    if release is None:
+        prepare(folder)
+    elif release in RELEASES:
+        prepare_slurm(folder, release)
+    else:
+        raise SystemExit(f"SLURM {release}: there are {' and '.join(RELEASES)}")
+
+
 if __name__ == "__main__":
-    prepare(Path(sys.argv[1]).resolve())
+    main(Path(sys.argv[1]).resolve(), *sys.argv[2:])

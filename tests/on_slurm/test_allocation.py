@@ -152,6 +152,7 @@ def test_successive_runs_use_the_whole_allocation(
     assert len(list(slurm_project.runs.iterdir())) == 2
 
 
+@pytest.mark.every_slurm
 def test_step_gets_the_requested_gpus_and_cores(hold: Callable[..., Shell], slurm_project: Project) -> None:
     shell = hold("--nodes=1", "--gpus-per-node=2", "--ntasks-per-node=2", "--cpus-per-task=2")
     script = 'echo "$LOCAL_WORLD_SIZE ranks of $SLURM_CPUS_PER_TASK cores see ${CUDA_VISIBLE_DEVICES-nothing}"'
@@ -322,6 +323,7 @@ def test_lost_node_ends_the_run_whatever_srun_reports(
     assert (found["state"], found["reason"]) == ("NODE_FAIL", told)
 
 
+@pytest.mark.every_slurm
 def test_concurrent_runs_use_separate_nodes(hold: Callable[..., Shell], slurm_project: Project) -> None:
     shell = hold("--nodes=2")
     # a step that overlaps with none

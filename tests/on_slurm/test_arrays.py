@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from mgpu_slurm.run_folder import records
 from mgpu_slurm.run_folder.layout import RunFolder
 from tests.on_slurm.cluster import Cluster
@@ -49,6 +51,7 @@ def test_resume_while_other_tasks_run_reports_the_new_job(slurm_project: Project
     wait_until(lambda: not {"RUNNING", "PENDING"} & set(states(slurm_project, folder.name)))
 
 
+@pytest.mark.every_slurm
 def test_slurm_enforces_the_array_limit_and_cancel_ends_one_task_or_all(
     slurm_project: Project, cluster: Cluster
 ) -> None:
@@ -92,6 +95,7 @@ def test_group_above_the_array_size_limit_is_split_into_arrays(slurm_project: Pr
     assert slurm_project.json("status", f"{second}_1")[0]["run"] == f"{folder.name}/1002"
 
 
+@pytest.mark.every_slurm
 def test_requeued_task_restarts_alone(slurm_project: Project, cluster: Cluster) -> None:
     folder = group(slurm_project, "2", "test $SLURM_RESTART_COUNT || exit $(({seed} * 75)); echo again {seed}")
     wait_until(lambda: states(slurm_project, folder.name) in (["COMPLETED", "PENDING"], ["COMPLETED", "REQUEUED"]))

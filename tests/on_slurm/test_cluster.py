@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from tests.on_slurm import packages
 from tests.on_slurm.cluster import NODES, PREPARED, REPOSITORY, Cluster
 from tests.support import wait_until
 
@@ -53,6 +54,26 @@ class Login:
 @pytest.fixture
 def login(cluster: Cluster, tmp_path: Path) -> Login:
     return Login(cluster, tmp_path)
+
+
+@pytest.mark.every_slurm
+def test_release_is_the_one_that_was_asked_for(cluster: Cluster, login: Login) -> None:
+    assert login.call("sinfo", "--version").stdout.split()[1].startswith(f"{cluster.slurm}.")
+
+
+@pytest.mark.parametrize(("of_release", "machine_is_in_front"), [("2.2", True), ("2.99", False)])
+def test_newer_c_library_is_in_front(of_release: str, machine_is_in_front: bool, tmp_path: Path) -> None:
+    (tmp_path / "24.11").mkdir()
+    (tmp_path / "24.11/libc").write_text(of_release)
+    own = [f"{tmp_path}/24.11/usr", f"{tmp_path}/packages/usr"]
+    found = packages.layers(tmp_path, "24.11")
+    assert found == (["/usr", *own] if machine_is_in_front else [*own, "/usr"])
+
+
+def test_unknown_release_is_refused_with_those_that_there_are() -> None:
+    words = [sys.executable, "-m", "tests.on_slurm.cluster", "up", "23.02"]
+    done = subprocess.run(words, cwd=REPOSITORY, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (1, "SLURM=23.02: there are 22.05 and 24.11\n")
 
 
 def test_job_sees_both_hosts_their_gpus_and_the_submission_folder(cluster: Cluster, login: Login) -> None:

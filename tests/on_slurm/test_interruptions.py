@@ -364,6 +364,7 @@ def test_run_without_requeues_left_ends_as_timeout(project: Project, cluster: Cl
     assert facts["reason"] == "stopped to be requeued, but --max-requeues 1 allows no more"
 
 
+@pytest.mark.every_slurm
 def test_two_time_limits_without_a_newer_checkpoint_end_the_run(project: Project, cluster: Cluster) -> None:
     saves = "mkdir -p $MGPU_RUN_FOLDER/checkpoints/step-000000001; exit 75"
     # the lead signal comes as early as that: the limit is near from the start
@@ -503,6 +504,7 @@ def test_preempted_training_resumes_with_identical_weights(
     until_told(run, Before(1, taken, "SLURM restarted it"))
 
 
+@pytest.mark.every_slurm
 def test_preempted_script_is_requeued_whatever_its_exit_code(project: Project, cluster: Cluster) -> None:
     script = "[ $MGPU_ATTEMPT = 1 ] || exit 0; trap 'exit {}' TERM; echo ready; while :; do sleep 0.1; done"
     done, failed = (running(project, script.format(code)) for code in (0, 1))
@@ -517,6 +519,7 @@ def test_preempted_script_is_requeued_whatever_its_exit_code(project: Project, c
     assert ends(states_of_done) == ends(states_of_failed) == ["COMPLETED"]
 
 
+@pytest.mark.every_slurm
 def test_run_that_loses_a_node_restarts_without_it(project: Project, cluster: Cluster) -> None:
     gate = project.folder / "gate"
     run = running(project, WAITS.format(gate=gate), "--nodes", "2", "--exclude", "n4", ranks=2)

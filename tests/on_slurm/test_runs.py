@@ -94,6 +94,7 @@ PLAIN = """
 """
 
 
+@pytest.mark.every_slurm
 def test_plain_script_trains_on_two_nodes(slurm_project: Project) -> None:
     slurm_project.write("plain.py", PLAIN)
     done = slurm_project.call("submit", "--follow", *TWO_NODES, "--", "python", "plain.py", "0.1")
@@ -211,6 +212,7 @@ ALONE = """
 """
 
 
+@pytest.mark.every_slurm
 def test_single_rank_job_can_create_its_own_process_group(slurm_project: Project) -> None:
     slurm_project.write("train.py", ALONE)
     run, facts = slurm_project.run("train", "--gpus-per-node", "0")
@@ -238,6 +240,7 @@ def test_hanging_ranks_do_not_prevent_a_restart(slurm_project: Project, cluster:
 # -- failures
 
 
+@pytest.mark.every_slurm
 @pytest.mark.parametrize(
     ("end", "how"),
     [

@@ -8,6 +8,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import IO
 
+import pytest
+
 from mgpu_slurm.run_folder import records
 from mgpu_slurm.run_folder.layout import RunFolder
 from mgpu_slurm.run_folder.record_types import RunState
@@ -235,6 +237,7 @@ def test_lost_state_is_corrected_once_the_database_is_back(slurm_project: Projec
 
 
 class TestAlive:
+    @pytest.mark.every_slurm
     def test_held_suspended_and_requeued_held_jobs_are_alive(self, slurm_project: Project, cluster: Cluster) -> None:
         held = submit(slurm_project, "--sbatch", "hold", "--", "true")
         suspended, requeued, special = (start(slurm_project, *SLEEP) for _ in range(3))
@@ -281,6 +284,7 @@ class TestAlive:
         (tmp_path / "Epilog.go").touch()
         assert slurm_project.finish(run)["state"] == "CANCELLED"
 
+    @pytest.mark.every_slurm
     def test_pending_run_shows_the_reason_and_the_expected_start(
         self, slurm_project: Project, cluster: Cluster
     ) -> None:
@@ -366,6 +370,7 @@ def test_empty_squeue_output_does_not_mean_that_the_job_is_gone(slurm_project: P
     assert state_of(slurm_project, run) == ("RUNNING", "")
 
 
+@pytest.mark.every_slurm
 def test_another_job_that_reuses_the_job_id_is_left_alone(slurm_project: Project, cluster: Cluster) -> None:
     run = submit(slurm_project, "--sbatch", "hold", *SLEEP)
     other = cluster.run("sbatch", "--parsable", "--output=/dev/null", "--wrap=sleep 600").stdout.strip()

@@ -128,6 +128,7 @@ def test_only_one_of_two_jobs_with_the_same_token_runs(slurm_project: Project, c
     assert folder.launch_log(other).read_text() == said
 
 
+@pytest.mark.every_slurm
 def test_another_job_continues_the_run_if_requeue_is_refused(slurm_project: Project, cluster: Cluster) -> None:
     cluster.forbid_requeue()
     folder = submit(slurm_project, "--max-requeues", "1", "--", "sh", "-c", ONCE_AGAIN)
@@ -213,6 +214,7 @@ def test_late_requeue_and_its_replacement_job_do_not_both_run(
     assert (facts["state"], facts["attempts"], facts["job_id"]) == ("COMPLETED", 2, first)
 
 
+@pytest.mark.every_slurm
 def test_dry_run_check_asks_slurm_for_the_expected_start(slurm_project: Project, cluster: Cluster) -> None:
     words = ("submit", "--dry-run", "--check", "--nodes", "2", "--time", "5")
     done = slurm_project.call(*words, "--", "true")
