@@ -243,9 +243,11 @@ def _iso(local_time: str | None) -> str | None:
 # -- the end of a job that SLURM has forgotten, from SLURM's messages in its launch log
 
 
-# from slurmstepd's source, req.c; SLURM writes it on the batch step's node before it sends the first signal
+# from slurmstepd's source, req.c; SLURM writes it on the batch step's node before it sends the first signal. In
+# 26.05, the time is in front instead of the program.
 _NOTICE = re.compile(
-    r"^slurmstepd.*: error: \*\*\* JOB \S+ ON \S+ CANCELLED AT (?P<at>\S+)(?: DUE (?:TO|to) (?P<why>.+))? \*\*\*$",
+    r"^(?:slurmstepd.*:|\[\S+\]) error: \*\*\* JOB \S+ ON \S+ CANCELLED AT (?P<at>\S+)"
+    r"(?: DUE (?:TO|to) (?P<why>.+))? \*\*\*$",
     re.MULTILINE,
 )
 _WHY = {

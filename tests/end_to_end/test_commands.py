@@ -228,6 +228,7 @@ def test_attach_in_a_command_returns_the_submitted_run(scripts: Project, undistu
     assert log(undisturbed, 1) == "rank 1 of 2 is at step 16 of attempt 1\n"
 
 
+@pytest.mark.long
 def test_attached_script_resumes_exactly_after_lead_signal_requeue(scripts: Project, undisturbed: Path) -> None:
     project = Project(scripts.folder, scripts.environ | {"STOP_AT": "5"})
     # a launcher may have an exit code of its own

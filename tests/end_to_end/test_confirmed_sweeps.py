@@ -43,6 +43,7 @@ def start(project: Project, **values: Any) -> RunFolder:
     return RunFolder(project.runs / "study")
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_best_trials_are_trained_as_runs_of_their_own(project: Project) -> None:
     project.write("job.py", JOB)

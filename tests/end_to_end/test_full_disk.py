@@ -202,6 +202,7 @@ space: {lr: {float: [0.001, 0.1], log: true}}
 """
 
 
+@pytest.mark.long
 def test_trial_that_pauses_while_the_disk_is_full_is_not_lost(project: Project) -> None:
     project.write("ballast.py", BALLAST)
     project.write("train.py", PAUSING)

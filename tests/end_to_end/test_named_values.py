@@ -74,6 +74,7 @@ def test_wrong_values_are_refused_at_submission(project: Project, words: list[st
     assert says in done.stderr
 
 
+@pytest.mark.long
 def test_sweep_searches_named_values_and_best_command_retrains_them(project: Project) -> None:
     (project.folder / "data").mkdir(exist_ok=True)
     sweep = (

@@ -66,6 +66,7 @@ def saw(folder: Path, number: int) -> list[dict[str, float]]:
     return [json.loads(line) for line in (folder / f"trials/{number}/saw.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.long
 def test_copies_continue_from_a_checkpoint_with_their_own_rate(project: Project) -> None:
     folder = swept(project)
     trials = trials_of(folder)

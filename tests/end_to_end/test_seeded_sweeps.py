@@ -80,6 +80,7 @@ def reports(run: Path) -> dict[int, float]:
     return {line["progress"]: line["metrics"]["loss"] for line in lines}
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_rungs_have_the_means_of_the_seeds_and_each_seed_trains_as_alone(project: Project) -> None:
     project.write("job.py", JOB)

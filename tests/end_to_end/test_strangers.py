@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from tests.support import Project, log, processes_of, wait_until
@@ -69,6 +70,7 @@ def test_forged_rendezvous_value_fails_the_run_and_is_reported_by_why(project: P
     assert not secret.exists()
 
 
+@pytest.mark.long
 def test_forged_rendezvous_value_is_not_counted_against_the_trial(project: Project) -> None:
     """Its worker ends and is not restarted, and the sampler learns nothing from the trial."""
     project.write("job.py", JOB)

@@ -130,6 +130,7 @@ def test_attached_script_divides_its_layers(training: Project) -> None:
     assert log(folder, 1).startswith("wrapped Sequential DTensor\n")
 
 
+@pytest.mark.long
 def test_trials_of_a_sweep_are_sharded(training: Project) -> None:
     sweep = {
         "study": "study",

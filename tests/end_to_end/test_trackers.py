@@ -84,6 +84,7 @@ def tracker_process(folder: Path) -> int | None:
     return found[0] if found else None
 
 
+@pytest.mark.long
 def test_a_resumed_run_is_in_both_trackers_once(project: Project) -> None:
     sinks = ["--sink", "mlflow=sqlite:///mlflow.db", "--sink", "wandb=digits"]
     folder = project.submit("train.py", f"dies_after={project.folder}/go", "--retries", "1", *sinks)

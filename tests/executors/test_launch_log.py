@@ -51,6 +51,15 @@ def test_reason_is_read_from_slurm_cancellation_notice(run: RunFolder, why: str,
     assert found.ended.startswith("2024-05-01T12:30:00")
 
 
+def test_notice_may_begin_with_the_time(run: RunFolder) -> None:
+    # as SLURM 26.05 writes it
+    log = "[2024-05-01T12:30:00.457] error: *** JOB 7 ON n1 CANCELLED AT 2024-05-01T12:30:00 DUE TO TIME LIMIT ***\n"
+    run.launch_log("7").write_text(f"srun: forcing job termination\n{log}{log.replace('JOB 7', 'STEP 7.0')}")
+    found = slurm_states.ending(run, "7")
+    assert found is not None
+    assert (found.state, found.reason) == ("TIMEOUT", "time limit")
+
+
 @pytest.mark.parametrize(
     "text",
     [

@@ -308,6 +308,7 @@ class TestTraining:
         assert [line["lr"] for line in lines] == pytest.approx([0.04, 0.02, 0.0], abs=1e-6)
         assert all(0 <= line["accuracy"] <= 1 for line in lines)
 
+    @pytest.mark.long
     def test_fake_data_needs_no_folder_and_the_model_can_be_sharded(self, user: Project) -> None:
         words = (
             "--strategy",

@@ -10,7 +10,7 @@ from mgpu_slurm.run_folder.layout import RunFolder
 from mgpu_slurm.run_folder.usage_records import read_usage
 from mgpu_slurm.slurm.step_accounting import AccountedStep, parse_steps, steps_command
 from tests.on_slurm.cluster import Cluster
-from tests.support import Project, log, wait_until
+from tests.support import Project, log, wait_until, with_long
 
 JOB = """
     import subprocess
@@ -58,7 +58,7 @@ def accounted(cluster: Cluster, job: str) -> list[AccountedStep]:
     return parse_steps(cluster.run(*steps_command([job])).stdout)
 
 
-@pytest.mark.parametrize("kind", ["function", "command"])
+@pytest.mark.parametrize("kind", with_long(["function", "command"], {"command"}))
 def test_peaks_are_those_of_accounting_or_higher(
     slurm_project: Project, cluster: Cluster, asked: Path, gate: Path, kind: str
 ) -> None:

@@ -149,6 +149,7 @@ class TestServerOutages:
         assert study.trials[0].intermediate_values == {1: 1.0, 2: 2.0}
         assert study.trials[0].value == 2.0
 
+    @pytest.mark.long
     def test_broken_connections_lose_no_data(self, postgresql: Server) -> None:
         own = place(postgresql)
         made = own.create(trials=2)
