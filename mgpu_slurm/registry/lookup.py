@@ -17,7 +17,7 @@ from mgpu_slurm.executors.slurm_states import NEVER_ARRIVED
 from mgpu_slurm.registry import cleanup, sweep_state
 from mgpu_slurm.registry.current_state import current, recorded
 from mgpu_slurm.registry.index import folders, refuse_closed, roots
-from mgpu_slurm.registry.run_names import NEWEST, NEWEST_FAILED, first_part
+from mgpu_slurm.registry.run_names import NEWEST, NEWEST_FAILED, first_part, named
 from mgpu_slurm.run_folder import layout, records, states
 from mgpu_slurm.run_folder.layout import RunFolder
 from mgpu_slurm.run_folder.record_types import RunState
@@ -86,8 +86,7 @@ def find(name: str) -> RunFolder:
         return _task(find(head), int(index))
     known = [folder for root in roots() for folder in folders(root)]
     found = (
-        [folder for folder in known if folder.run == name]
-        or [folder for folder in known if first_part(folder.run) == name]
+        named(name, known)
         or without_confirmations([folder for folder in known if folder.run.startswith(name)])
         or (_with_job(name, known) if _JOB_ID.fullmatch(name) else [])
     )

@@ -22,6 +22,12 @@ def first_part(run: str) -> str:
     return _MADE_UNIQUE.sub("", run)
 
 
+def named(name: str, known: list[RunFolder]) -> list[RunFolder]:
+    """Return the runs and groups that have this name or, without any, this first part of a name."""
+    found = [folder for folder in known if folder.run == name]
+    return found or [folder for folder in known if first_part(folder.run) == name]
+
+
 def completions(begun: str, only_sweeps: bool = False, trials: bool = False) -> list[str]:
     """Return the names of runs and groups that begin like this; those that changed last come first. After `GROUP/`, for
     which the first part of a group's name will do, return its runs.
@@ -40,19 +46,12 @@ def completions(begun: str, only_sweeps: bool = False, trials: bool = False) -> 
     if slash and only_sweeps:
         return []
     if slash:
-        folder = _named(group, found)
-        parts = [] if folder is None else _parts_of(folder, trials and part.startswith(TRIALS[:1]))
+        meant = named(group, found)
+        parts = _parts_of(meant[0], trials and part.startswith(TRIALS[:1])) if len(meant) == 1 else []
         names = [f"{group}/{name}" for name in parts]
         return [name for name in names if name.startswith(begun)]
     special = [] if only_sweeps else [NEWEST, NEWEST_FAILED]
     return [name for name in [*special, *(folder.run for folder in found)] if name.startswith(begun)]
-
-
-def _named(name: str, known: list[RunFolder]) -> RunFolder | None:
-    """Return the run or group that has this name, or is the only one with this first part; None if there is none."""
-    found = [folder for folder in known if folder.run == name]
-    found = found or [folder for folder in known if first_part(folder.run) == name]
-    return found[0] if len(found) == 1 else None
 
 
 def _newest_first(found: list[RunFolder]) -> list[RunFolder]:

@@ -10,7 +10,8 @@ from datetime import datetime
 from itertools import chain
 
 from mgpu_slurm.core import files
-from mgpu_slurm.core.formatting import counted, earliest, latest
+from mgpu_slurm.core.errors import UserError
+from mgpu_slurm.core.formatting import counted, earliest, latest, program
 from mgpu_slurm.run_folder import states
 from mgpu_slurm.run_folder.layout import RunFolder
 from mgpu_slurm.run_folder.record_types import RunState
@@ -47,6 +48,11 @@ def _written(folder: RunFolder) -> SweepSummary:
 
 def is_sweep(folder: RunFolder) -> bool:
     return folder.task is None and folder.sweep.exists()
+
+
+def not_a_sweep(name: str) -> UserError:
+    """Return the error for a run where a sweep should be named."""
+    return UserError(f"{name} is not a sweep: name a study, see `{program()} status`")
 
 
 def is_confirmation(folder: RunFolder) -> bool:

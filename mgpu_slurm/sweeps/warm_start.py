@@ -10,7 +10,6 @@ from optuna.study import Study
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
 from mgpu_slurm.core.errors import UserError
-from mgpu_slurm.core.formatting import program
 from mgpu_slurm.registry import lookup, sweep_state
 from mgpu_slurm.request.config import Config
 from mgpu_slurm.run_folder.layout import RunFolder
@@ -40,7 +39,7 @@ def find(name: str) -> tuple[RunFolder, Sweep, Study]:
     """
     folder = lookup.find(name)
     if not sweep_state.is_sweep(folder):
-        raise UserError(f"{name!r} is not a sweep: name a study, see `{program()} status`")
+        raise sweep_state.not_a_sweep(repr(name))
     sweep = sweep_file.load(folder.sweep)
     return folder, sweep, studies.load(sweep, folder.journal)
 

@@ -164,7 +164,7 @@ def confirmation(folder: RunFolder) -> Confirmation | None:
 
 def _summary(folder: RunFolder) -> SweepSummary:
     if not sweep_state.is_sweep(folder):
-        raise UserError(f"{folder.run} is not a sweep: name a study, see `{program()} status`")
+        raise sweep_state.not_a_sweep(folder.run)
     return sweep_state.summary_of(folder)
 
 

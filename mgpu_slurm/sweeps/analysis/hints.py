@@ -21,7 +21,7 @@ FEWEST_HEDGED = 10
 
 def hints(study: Study, sweep: Sweep) -> list[str]:
     """Return advice for the next sweep, in lines for people."""
-    narrow = summary.narrow_ranges(summary.own_trials(study), sweep)
+    narrow = summary.narrow_ranges(summary.ranked(summary.own_trials(study), sweep), sweep)
     return [*_rank_hints(study, sweep), *(wider(name, end) for name, end in narrow.items())]
 
 

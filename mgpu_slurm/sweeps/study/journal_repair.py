@@ -51,7 +51,7 @@ def repair(folder: RunFolder) -> list[str]:
         UserError: the run is not a sweep, or has no journal.
     """
     if not sweep_state.is_sweep(folder):
-        raise UserError(f"{folder.run} is not a sweep: name a study, see `{program()} status`")
+        raise sweep_state.not_a_sweep(folder.run)
     if not folder.journal.exists():
         raise UserError(f"study {folder.run} has no journal: it is stored in a database")
     places = _places(folder.journal.read_bytes())

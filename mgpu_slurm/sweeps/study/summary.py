@@ -120,7 +120,8 @@ def promotable(study: Study, sweep: Sweep, is_over: bool) -> int:
 
 def summarize(study: Study, sweep: Sweep) -> SweepSummary:
     trials = own_trials(study)
-    best = best_of(trials, sweep)
+    order = ranked(trials, sweep)
+    best = next(iter(order), None)
     ended = [trial for trial in trials if trial.state in _ENDED and trial.datetime_complete is not None]
     ended.sort(key=lambda trial: (trial.datetime_complete, trial.number))
     over = studies.why_over(study)
@@ -136,7 +137,7 @@ def summarize(study: Study, sweep: Sweep) -> SweepSummary:
         given_back=sum(studies.was_given_back(trial, sweep) for trial in trials),
         paused=_paused(trials, sweep),
         promotable=promotable(study, sweep, is_over=over is not None),
-        narrow=narrow_ranges(trials, sweep) or None,
+        narrow=narrow_ranges(order, sweep) or None,
         furthest=None if best is not None else _furthest(trials, sweep),
         confirm=0 if sweep.confirm is None else sweep.confirm.top,
         over=over,
@@ -199,9 +200,12 @@ def best_points(trials: Sequence[FrozenTrial], sweep: Sweep) -> list[Values]:
     return points
 
 
-def narrow_ranges(trials: Iterable[FrozenTrial], sweep: Sweep) -> dict[str, str]:
-    """Return the parameters of which all of the best values are at one end of their range, and its name."""
-    order = ranked(trials, sweep)
+def narrow_ranges(order: Sequence[FrozenTrial], sweep: Sweep) -> dict[str, str]:
+    """Return the parameters of which all of the best values are at one end of their range, and its name.
+
+    Args:
+        order: the trials as `ranked` returns them.
+    """
     if not isinstance(sweep.space, Space) or len(order) < 2 * FEWEST_BEST:
         return {}
     best = order[: max(FEWEST_BEST, math.ceil(len(order) * BEST_SHARE))]
