@@ -1,4 +1,4 @@
-.PHONY: demo demo-sweep test test-slurm quick gpu chaos long check docs pictures bench clean cluster cluster-deps try-cluster-deps cluster-env \
+.PHONY: demo demo-sweep test test-slurm test-torch quick gpu chaos long check docs pictures bench clean cluster cluster-deps try-cluster-deps cluster-env \
     cluster-down
 .DELETE_ON_ERROR:
 
@@ -12,6 +12,13 @@ READY := .venv/ready
 CLUSTER := .cluster/ready
 RELEASES := 22.05 24.11
 SLURM ?= 22.05
+
+# what `make test-torch` tests with; NumPy is that of constraints.txt if none is named
+TORCH ?= 2.6.0
+NUMPY ?=
+TORCH_ENV = .torch/$(TORCH)$(NUMPY:%=-numpy-%)$(patsubst %,-%,$(filter-out python3,$(notdir $(PYTHON))))
+# the release of torchao for each; it does not say itself which torch it needs
+TORCHAO = $(patsubst $(TORCH):%,==%,$(filter $(TORCH):%,2.6.0:0.10.0 2.7.1:0.11.0 2.8.0:0.13.0 2.9.1:0.14.1))
 QUICK := $(addprefix tests/,core run_folder request slurm registry submission metrics sweeps/search test_docs.py \
     test_imports.py)
 
@@ -73,6 +80,13 @@ bench: $(READY)
 test-slurm: $(READY) cluster-deps
 	TEST_SLURM=$(SLURM) .venv/bin/python -m pytest --numprocesses 3 --dist loadscope -rs tests/on_slurm
 
+# the tests with another torch, and NumPy and Python if named: make test-torch TORCH=2.9.1 NUMPY=1.26.4 PYTHON=python3.10.
+# Each combination has its own environment, of 6 GB with CUDA's libraries.
+test-torch: $(TORCH_ENV)/ready
+	@[ "$$(id -u)" != 0 ] || $(MAKE) --silent --no-print-directory try-cluster-deps
+	$(TORCH_ENV)/bin/python -m compileall -q mgpu_slurm
+	$(TORCH_ENV)/bin/python -m pytest --numprocesses 5 --dist loadscope --no-loadscope-reorder -rs
+
 # a real SLURM of four nodes on this machine, of which the machine notices nothing; also SLURM=24.11
 cluster: cluster-deps
 	@$(PYTHON) -m tests.on_slurm.cluster up $(SLURM)
@@ -83,7 +97,7 @@ cluster-env:
 cluster-down:
 	@$(PYTHON) -m tests.on_slurm.cluster down $(SLURM) && echo "The cluster is down."
 
-cluster-deps: $(CLUSTER) $(RELEASES:%=.cluster/%/ready)
+cluster-deps: $(CLUSTER) $(RELEASES:%=.cluster/%/ready) .cluster/image/ready
 
 try-cluster-deps:
 	@$(MAKE) --silent --no-print-directory cluster-deps || [ "$$CI" = true ] \
@@ -91,8 +105,13 @@ try-cluster-deps:
 
 # touched last, as below
 $(CLUSTER): tests/on_slurm/packages.py
-	@echo "Unpacking Debian's packages of PostgreSQL, MariaDB and Chromium into .cluster (about 200 MB; nothing is installed)"
+	@echo "Unpacking Debian's packages of PostgreSQL, MariaDB, Charliecloud and Chromium into .cluster (about 200 MB; nothing is installed)"
 	@$(PYTHON) tests/on_slurm/packages.py .cluster
+	@touch $@
+
+.cluster/image/ready: tests/on_slurm/packages.py
+	@echo "Unpacking the system of a container into .cluster/image"
+	@$(PYTHON) tests/on_slurm/packages.py .cluster image
 	@touch $@
 
 .cluster/%/ready: tests/on_slurm/packages.py
@@ -107,6 +126,15 @@ $(READY): pyproject.toml constraints.txt
 	.venv/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,docs]'
 	touch $@
 
+# what torch and NumPy decide is left to pip
+$(TORCH_ENV)/ready: pyproject.toml constraints.txt
+	$(if $(PROBLEM),$(error $(PYTHON) cannot make $(TORCH_ENV) ($(PROBLEM)): $(ADVICE)))
+	$(PYTHON) -m venv $(TORCH_ENV)
+	grep -vE '^(torch|torchvision|torchao|sympy$(if $(NUMPY),|numpy|ml_dtypes))==' constraints.txt > $(TORCH_ENV)/constraints.txt
+	$(TORCH_ENV)/bin/python -m pip install --quiet --disable-pip-version-check -c $(TORCH_ENV)/constraints.txt \
+	    torch==$(TORCH) torchao$(TORCHAO) $(NUMPY:%=numpy==%) -e '.[dev,docs]'
+	touch $@
+
 clean:
-	rm -rf .venv .bench .chaos build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .torch .bench .chaos build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -path ./runs -prune -o -type d -name __pycache__ -prune -exec rm -rf {} +

@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from benchmarks.measure import interleave, median
 from benchmarks.report import Row, Section
+from mgpu_slurm.core import torch_versions
 from mgpu_slurm.job import store_server
 from mgpu_slurm.rank import rank_info
 from mgpu_slurm.rank.communication import collectives, rendezvous
@@ -160,7 +161,7 @@ def _all_say(processes: Sequence[Connection]) -> list[Any]:
 
 
 def _serve(asked: Connection, listener: Any) -> None:
-    store = store_server.serve(listener)
+    store = torch_versions.serve_store(listener)
     asked.send(None)
     while store is not None:
         asked.recv()

@@ -4,23 +4,25 @@ from __future__ import annotations
 
 import os
 import pwd
+import re
 import shutil
 import signal
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import HealthCheck, settings
+from packaging.version import Version
 
 from tests import browser as chromium
 from tests import mariadb as mariadb_server
 from tests import postgresql as databases
-from tests.support import LACKING, Project, make_project, require
+from tests.support import LACKING, TORCH, Project, make_project, require
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser
@@ -64,6 +66,9 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("long") and item.config.option.markexpr != "long":
         pytest.skip("takes minutes: `make long`")
+    needed = item.get_closest_marker("needs_torch")
+    if needed and Version(needed.args[0]) > TORCH:
+        pytest.skip(f"needs torch {needed.args[0]}")
     if item.get_closest_marker("gpu"):
         import torch
 
@@ -177,6 +182,19 @@ def ordinary_user(tmp_path: Path) -> Iterator[None]:
         os.seteuid(0)
         os.setegid(0)
         os.setgroups(groups)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Skip tests of what the program says that this version of torch lacks."""
+    report = yield
+    lacks = (
+        re.search(r"UserError: .* from torch (\S+) on, and this is ", report.longreprtext) if report.failed else None
+    )
+    if lacks and Version(lacks[1]) > TORCH:
+        report.outcome = "skipped"
+        report.longrepr = (str(item.path), item.location[1] or 0, f"Skipped: needs torch {lacks[1]}")
+    return report
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from mgpu_slurm.core import torch_versions
 from mgpu_slurm.core.errors import RunStopped
 from mgpu_slurm.job import store_server
 from mgpu_slurm.rank.communication import rendezvous
@@ -66,7 +67,7 @@ def join_ranks(body: Work, facts: list[RankInfo], *arguments: Any) -> list[Any]:
     store_server.create_secret(secret_file)
     variables = store_server.exports("127.0.0.1", listener.getsockname()[1])
     variables |= {"GLOO_SOCKET_IFNAME": "lo", store_server.SECRET_VARIABLE: str(secret_file)}
-    store = store_server.serve(listener)
+    store = torch_versions.serve_store(listener)
     started = []
     for own in facts:
         here, there = FORKS.Pipe(duplex=False)
@@ -119,5 +120,4 @@ def _with_run(facts: RankInfo, work: Work, folder: Path, layout: Layout | None, 
     try:
         return work(Run(facts, folder, torch.device("cpu"), 1, StopFlag(), layout=layout), *arguments)
     finally:
-        if facts.world_size > 1:
-            torch.distributed.destroy_process_group()
+        torch_versions.destroy_groups()

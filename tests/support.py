@@ -13,10 +13,12 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass, field
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import pytest
+from packaging.version import Version
 
 from mgpu_slurm.api import Handle
 from mgpu_slurm.reports.live import status
@@ -128,8 +130,23 @@ def make_project(base: Path) -> Project:
     return Project(folder, environ)
 
 
+TORCH = Version(metadata.version("torch"))
+
+compiles_ddp = pytest.mark.skipif(
+    sys.version_info[:3] == (3, 13, 0) and Version("2.13") > TORCH,
+    reason="torch 2.9 compiles DDP wrongly with Python 3.13.0",
+)
+
+
 def log(folder: Path, rank: int, attempt: int = 1) -> str:
-    return (folder / "logs" / f"{attempt}-{rank}.log").read_text()
+    return without_gloo((folder / "logs" / f"{attempt}-{rank}.log").read_text())
+
+
+def without_gloo(text: str) -> str:
+    """Leaves out what gloo of torch 2.9 prints about its connections."""
+    if Version("2.13") <= TORCH:
+        return text
+    return "".join(line for line in text.splitlines(keepends=True) if not line.startswith("[Gloo] "))
 
 
 def wait_until(condition: Callable[[], bool], seconds: float = 60, pause: float = 0.02) -> None:
@@ -147,6 +164,11 @@ def stderr_as(path: Path) -> Iterator[Path]:
     """Redirect `sys.stderr`, also of threads and forks, to a file: capfd may lose text written while it reads."""
     with open(path, "w", buffering=1) as file, redirect_stderr(file):
         yield path
+
+
+def environment_in(text: str) -> dict[str, str]:
+    """Of what `env -0` has printed."""
+    return dict(pair.split("=", 1) for pair in text.split("\0") if "=" in pair)
 
 
 def processes_of(folder: Path) -> list[int]:

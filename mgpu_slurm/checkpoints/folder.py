@@ -21,14 +21,13 @@ from mgpu_slurm.checkpoints.rank_record import Content, RankRecord
 from mgpu_slurm.checkpoints.writer import SUFFIX, Part, summed, write
 from mgpu_slurm.core.errors import MgpuError
 from mgpu_slurm.core.files import sync_folder, write_whole
-from mgpu_slurm.run_folder.layout import (
-    DAMAGED,
+from mgpu_slurm.run_folder.checkpoint_names import (
     CheckpointKey,
-    RunFolder,
     below_checkpoints,
     checkpoint_key,
     complete_checkpoints,
 )
+from mgpu_slurm.run_folder.layout import DAMAGED, RunFolder
 
 FORMAT = 1
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from mgpu_slurm.core import log_lines
 from mgpu_slurm.core.errors import UserError, nearest
-from mgpu_slurm.run_folder.layout import CheckpointKey
+from mgpu_slurm.run_folder.checkpoint_names import CheckpointKey
 from mgpu_slurm.run_folder.record_types import from_known
 
 DIRECTIONS = ("minimize", "maximize")

@@ -209,7 +209,7 @@ def clean(names: tuple[str, ...], checkpoints: bool, yes: bool) -> None:
     if not chosen:
         print("no runs, nothing to clean")
         return
-    print(usage_table([handle.files for handle in chosen]))
+    print_lines([usage_table([handle.files for handle in chosen])])
     if not names:
         print(f"\nnothing was deleted; name runs to delete them: {program()} clean RUN ...")
         return

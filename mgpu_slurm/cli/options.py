@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 import click
 
 if TYPE_CHECKING:
-    from mgpu_slurm.request.spec import Flags
+    from mgpu_slurm.request.resources import Flags
 
 _NODES = click.option("--nodes", type=int, metavar="N", help="Nodes.")
 _FLAGS_OF_A_NODE = [
     click.option("--ntasks-per-node", type=int, metavar="N", help="Ranks per node."),
-    click.option("--gpus-per-node", type=int, metavar="N", help="GPUs per node; 0 for none."),
+    click.option("--gpus-per-node", metavar="[TYPE:]N", help="GPUs per node, as 4 or a100:2; 0 for none."),
     click.option("--cpus-per-task", type=int, metavar="N", help="CPU cores per rank."),
     click.option("--mem", metavar="SIZE", help="Memory per node in sbatch's format, e.g. 64G."),
     click.option("--time", metavar="TIME", help="Time limit in sbatch's format: minutes, M:S, H:M:S, D-H."),
@@ -140,6 +140,30 @@ sink_flag = click.option(
     metavar="mlflow[=URI]|wandb[=PROJECT]",
     help="Send reports to a tracker once a checkpoint has them; repeatable, or none.  [default: as in mgpu.yaml]",
 )
+_CONTAINER_FLAGS = [
+    click.option(
+        "--container",
+        metavar="IMAGE",
+        help="Run the ranks in a container: a file, folder or name for Apptainer, Charliecloud or Pyxis; or none."
+        "  [default: as in mgpu.yaml]",
+    ),
+    click.option(
+        "--mount",
+        "mounts",
+        multiple=True,
+        metavar="SOURCE[:TARGET][:ro]",
+        help="Folder that the container sees, besides the project and the runs; repeatable.",
+    ),
+]
+
+
+def container_flags(command: Any) -> Any:
+    """Add the options for the container of the ranks."""
+    for flag in reversed(_CONTAINER_FLAGS):
+        command = flag(command)
+    return command
+
+
 json_flag = click.option("--json", "as_json", is_flag=True, help="Print JSON only.")
 code_flag = click.option(
     "--code",
@@ -177,7 +201,7 @@ def _completed(begun: str, trials: bool) -> list[Any]:
 
 def resource_values(flags: Flags, extra: tuple[str, ...]) -> Flags:
     """Return the values of `resource_flags` by sbatch's long names."""
-    from mgpu_slurm.request.spec import sbatch_pairs
+    from mgpu_slurm.request.resources import sbatch_pairs
 
     named = {name.replace("_", "-"): value for name, value in flags.items()}
     return named | ({"sbatch": sbatch_pairs(extra)} if extra else {})

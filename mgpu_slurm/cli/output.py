@@ -8,7 +8,7 @@ import sys
 from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from mgpu_slurm.core.formatting import program
+from mgpu_slurm.core.formatting import printable, program
 
 if TYPE_CHECKING:
     from mgpu_slurm.api import Group, Handle
@@ -22,13 +22,13 @@ STILL_ALIVE = 124
 
 def fail(message: str, code: int) -> NoReturn:
     """Print an error in one line and exit."""
-    print(f"{PROGRAM}: {' '.join(message.split())}", file=sys.stderr)
+    print(f"{PROGRAM}: {printable(' '.join(message.split()))}", file=sys.stderr)
     sys.exit(code)
 
 
 def print_note(text: str) -> None:
     """Print what the program is waiting for on standard error, apart from its answer."""
-    print(f"{PROGRAM}: {text}", file=sys.stderr, flush=True)
+    print(f"{PROGRAM}: {printable(text)}", file=sys.stderr, flush=True)
 
 
 def print_json(value: Any) -> None:
@@ -38,7 +38,8 @@ def print_json(value: Any) -> None:
 
 
 def print_lines(lines: list[str]) -> None:
-    print("\n".join(lines), flush=True)
+    """Print lines, of which parts may be names and errors of others."""
+    print(printable("\n".join(lines)), flush=True)
 
 
 def terminal_size() -> os.terminal_size | None:

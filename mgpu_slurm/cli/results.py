@@ -18,7 +18,7 @@ from mgpu_slurm.core.formatting import counted, human_size, program
 @click.argument("name", metavar="RUN", shell_complete=run_names)
 @json_flag
 def why(name: str, as_json: bool) -> None:
-    """Explain why a run failed, and how to fix it.
+    """Explain why a run failed or waits, and what helps.
 
     For a group or a sweep: each run or worker that did not complete.
     """

@@ -11,6 +11,7 @@ import click
 
 from mgpu_slurm.cli.options import (
     code_flag,
+    container_flags,
     json_flag,
     parallelism_flags,
     profile_flag,
@@ -69,6 +70,7 @@ class _JobCommand(click.Command):
 @parallelism_flags
 @profile_flag
 @stage_flag
+@container_flags
 @sink_flag
 @click.option("--seeds", metavar="N[%M]", help="N runs, one per seed, as one job array; at most M at a time.")
 @click.option(
@@ -158,7 +160,8 @@ def _request(
     **options: Any,
 ) -> Any:
     from mgpu_slurm.request.parallelism import Parallelism
-    from mgpu_slurm.request.spec import RESOURCE_FLAGS, RestartPolicy
+    from mgpu_slurm.request.resources import RESOURCE_FLAGS
+    from mgpu_slurm.request.spec import RestartPolicy
     from mgpu_slurm.submission.plan import Request
 
     target, values = _target_and_values(words, config_file)
@@ -294,6 +297,7 @@ def resume(
 @_cluster_option
 @click.option("--name", metavar="NAME", help="First part of the runs' names.  [default: the target's]")
 @parallelism_flags
+@container_flags
 @click.option("--scale", metavar="KEY", help="Let this config value, such as batch_size, grow with the nodes.")
 @click.option("--steps", default=20, metavar="N", show_default=True, help="Optimizer steps to measure.")
 @click.option("--warm-up", default=5, metavar="N", show_default=True, help="Optimizer steps before them.")
@@ -325,7 +329,8 @@ def scaling(
       mgpu-slurm scaling train.py:train --nodes 1,2,4 --scale batch_size batch_size=256
     """
     from mgpu_slurm.request.parallelism import Parallelism
-    from mgpu_slurm.request.spec import RESOURCE_FLAGS, Measurement, RestartPolicy
+    from mgpu_slurm.request.resources import RESOURCE_FLAGS
+    from mgpu_slurm.request.spec import Measurement, RestartPolicy
     from mgpu_slurm.submission import scaling_runs
     from mgpu_slurm.submission.plan import Request
 

@@ -19,7 +19,7 @@ _UNITS = {
     **{f"{letter}iB": 1024**power for power, letter in enumerate("KMGTP", start=1)},
 }
 _FACTORS = {unit.lower(): factor for unit, factor in _UNITS.items()}
-_SIZE = re.compile(r"\s*(?P<number>[0-9]+(?:\.[0-9]+)?)\s*(?P<unit>[A-Za-z]*)\s*")
+_SIZE = re.compile(r"\s*(?P<number>[0-9]{1,18}(?:\.[0-9]{1,18})?)\s*(?P<unit>[A-Za-z]*)\s*")
 
 
 def program() -> str:
@@ -60,6 +60,15 @@ def cut(line: str, columns: int) -> str:
 def cut_middle(text: str, columns: int, end: int) -> str:
     """Return a text that fits into so many columns: its beginning, and so many characters of its end."""
     return text if len(text) <= columns else f"{text[: columns - 3 - end]}...{text[-end:]}"
+
+
+_UNPRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069]")
+"""Characters with which a name could command a terminal, look like another one, or break its line."""
+
+
+def printable(text: str) -> str:
+    """Return a text of others, such as a job's name, for a terminal: controls but lines and tabs are replaced."""
+    return _UNPRINTABLE.sub("\ufffd", text.replace("\r\n", "\n"))
 
 
 def first_line(text: str) -> str:

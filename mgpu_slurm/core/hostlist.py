@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 
 from mgpu_slurm.core.errors import UserError
+from mgpu_slurm.core.formatting import cut
 
 MAX_HOSTS = 65536
 """SLURM's own limit on a host list; a longer one is a mistake, and would use up the memory."""
@@ -18,7 +19,8 @@ MAX_HOSTS = 65536
 _HOST = re.compile(r"(?:[^\s\[\](),]+|\[[^\[\]]*\])+")
 _PIECE = re.compile(r"\[(?P<ranges>.*?)\]|(?P<literal>[^\[]+)")
 _RANGE = re.compile(r"(?P<low>[0-9]{1,18})(?:-(?P<high>[0-9]{1,18}))?")
-_COUNT = re.compile(r"(?P<count>[0-9]+)(?:\(x(?P<times>[0-9]+)\))?")
+_NUMBERED = re.compile(r"(?P<prefix>[^\s\[\](),]*?)(?P<number>[0-9]{1,17})")
+_COUNT = re.compile(r"(?P<count>[0-9]{1,18})(?:\(x(?P<times>[0-9]{1,18})\))?")
 
 
 def expand(text: str) -> list[str]:
@@ -33,7 +35,7 @@ def expand(text: str) -> list[str]:
     for host in _split(text):
         alternatives = [_alternatives(piece, text) for piece in _PIECE.finditer(host)]
         if len(names) + math.prod(map(len, alternatives)) > MAX_HOSTS:
-            raise UserError(f"host list {text!r}: more than {MAX_HOSTS} hosts")
+            raise _too_many(text)
         names.extend("".join(parts) for parts in itertools.product(*alternatives))
     return names
 
@@ -57,7 +59,12 @@ def _split(text: str) -> Iterator[str]:
 def _alternatives(piece: re.Match[str], text: str) -> list[str]:
     if piece["ranges"] is None:
         return [piece["literal"]]
-    return [number for part in piece["ranges"].split(",") for number in _numbers(part, text)]
+    numbers: list[str] = []
+    for part in piece["ranges"].split(","):
+        numbers += _numbers(part, text)
+        if len(numbers) > MAX_HOSTS:
+            raise _too_many(text)
+    return numbers
 
 
 def _numbers(part: str, text: str) -> list[str]:
@@ -74,7 +81,16 @@ def _numbers(part: str, text: str) -> list[str]:
 
 
 def _broken(text: str, place: str) -> UserError:
-    return UserError(f"host list {text!r}: cannot be read at {place!r}; expected a form such as n[01-03,7],gpu5")
+    where = f"cannot be read at {_shown(place)}; expected a form such as n[01-03,7],gpu5"
+    return UserError(f"host list {_shown(text)}: {where}")
+
+
+def _too_many(text: str) -> UserError:
+    return UserError(f"host list {_shown(text)}: more than {MAX_HOSTS} hosts")
+
+
+def _shown(text: str) -> str:
+    return repr(cut(text, 200))
 
 
 def expand_counts(text: str) -> list[int]:
@@ -86,20 +102,35 @@ def expand_counts(text: str) -> list[int]:
     counts: list[int] = []
     for part in text.split(","):
         match = _COUNT.fullmatch(part)
-        if match is None or int(match["times"] or 1) > MAX_HOSTS:
-            raise UserError(f"counts {text!r}: cannot be read at {part!r}; expected a form such as 2(x3),1")
+        if match is None or len(counts) + int(match["times"] or 1) > MAX_HOSTS:
+            where = f"cannot be read at {_shown(part)}; expected a form such as 2(x3),1"
+            raise UserError(f"counts {_shown(text)}: {where}")
         counts += [int(match["count"])] * int(match["times"] or 1)
     return counts
 
 
 def compress(names: Sequence[str]) -> str:
-    """Return `local[1-3]` for names that share a prefix and count up by one, else the names joined by commas."""
-    first = re.fullmatch(r"(?P<prefix>.*?)(?P<number>[0-9]+)", names[0])
-    if first is not None and len(names) > 1:
-        short = f"{first['prefix']}[{first['number']}-{int(first['number']) + len(names) - 1}]"
-        if expand(short) == names:
-            return short
-    return ",".join(names)
+    """Return `a,local[1-3]` for names of which some share a prefix and count up by one; `expand` reads it back."""
+    parts: list[list[str]] = []
+    for name in names:
+        if parts and name == _successor(parts[-1][-1]):
+            parts[-1].append(name)
+        else:
+            parts.append([name])
+    return ",".join(_as_range(part) for part in parts)
+
+
+def _successor(name: str) -> str | None:
+    """Return the name that counts up by one with the same padding; None for a name without a number."""
+    match = _NUMBERED.fullmatch(name)
+    return match and f"{match['prefix']}{int(match['number']) + 1:0{len(match['number'])}}"
+
+
+def _as_range(names: Sequence[str]) -> str:
+    first, last = _NUMBERED.fullmatch(names[0]), _NUMBERED.fullmatch(names[-1])
+    if len(names) == 1 or first is None or last is None:
+        return names[0]
+    return f"{first['prefix']}[{first['number']}-{last['number']}]"
 
 
 def ranges(numbers: Iterable[int]) -> str:

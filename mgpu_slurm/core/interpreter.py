@@ -74,6 +74,12 @@ def normalized(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
+def numbers(version: str) -> tuple[int, ...]:
+    """Return `(2, 13, 0)` for `2.13.0+cpu`: enough to compare with a lower bound."""
+    release = re.match(r"[0-9]+(\.[0-9]+)*", version)
+    return tuple(map(int, release[0].split("."))) if release else ()
+
+
 def facts() -> dict[str, Any]:
     """Return `python` and `packages` of this process, which may differ between two nodes."""
     # the metadata of a project in the program's own folder is not copied to other nodes

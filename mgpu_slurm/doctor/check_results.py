@@ -39,10 +39,11 @@ class Finding:
         Args:
             width: Width of the terminal; words are not split.
         """
-        return _wrapped(self.text, f"{self.level:<{_WIDTH}}", width) + _wrapped(self.fix, f"{'':<{_WIDTH}}-> ", width)
+        return wrapped(self.text, f"{self.level:<{_WIDTH}}", width) + wrapped(self.fix, f"{'':<{_WIDTH}}-> ", width)
 
 
-def _wrapped(text: str, before: str, width: int) -> list[str]:
+def wrapped(text: str, before: str, width: int) -> list[str]:
+    """Return the lines of a text; those after the first are indented."""
     after = " " * len(before)
     return textwrap.wrap(
         text, width, initial_indent=before, subsequent_indent=after, break_long_words=False, break_on_hyphens=False

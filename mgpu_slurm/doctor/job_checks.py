@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 from mgpu_slurm import api
@@ -17,8 +18,9 @@ from mgpu_slurm.core.retry import Note
 from mgpu_slurm.doctor import check_results
 from mgpu_slurm.doctor.check_results import Finding
 from mgpu_slurm.executors.allocation import AllocationExecutor
+from mgpu_slurm.registry import index
 from mgpu_slurm.registry.watch import Watch
-from mgpu_slurm.run_folder import states
+from mgpu_slurm.run_folder import layout, states
 from mgpu_slurm.run_folder.layout import RunFolder
 from mgpu_slurm.run_folder.record_types import RunState
 from mgpu_slurm.slurm import commands, jobs, site
@@ -33,15 +35,15 @@ TIME_LIMIT = "10"
 PAUSE = 0.2
 
 
-def findings_of_job(flags: Mapping[str, object], executor: str, cluster: str | None, note: Note) -> Iterator[Finding]:
+def findings_of_job(request: Request, note: Note) -> Iterator[Finding]:
     """Submit the checkup and yield its findings. If nothing failed, its run is deleted afterwards.
 
     Args:
-        flags: Resources by sbatch's long names; None for those not given.
+        request: The resources and the container to check.
         note: Called with the job's state meanwhile.
     """
     try:
-        submission = _submit(flags, executor, cluster, note)
+        submission = _submit(request, note)
     except MgpuError as error:
         yield check_results.failed("submission", f"the checkup was not submitted: {error}", "fix that and try again")
         return
@@ -76,21 +78,22 @@ def tidy(handle: api.Handle, note: Note) -> None:
         note(f"cannot delete the checkup's run {handle.name}: {problem}")
 
 
-def _submit(flags: Mapping[str, object], executor: str, cluster: str | None, note: Note) -> submitting.Submission:
-    asked = {name: value for name, value in flags.items() if value is not None}
-    if executor != AllocationExecutor.name:
+def _submit(asked_for: Request, note: Note) -> submitting.Submission:
+    asked = {name: value for name, value in asked_for.flags.items() if value is not None}
+    if asked_for.executor != AllocationExecutor.name:
         # a held allocation has fixed nodes and a fixed end
         asked = {"nodes": NODES, "time": TIME_LIMIT} | asked
     # NCCL logs once which network it uses, and the checkup reads that
     os.environ.setdefault("NCCL_DEBUG", "INFO")
     os.environ.setdefault("NCCL_DEBUG_SUBSYS", "INIT,NET")
+    runs = layout.runs_root()
+    index.make_writable(runs)
     # the job is part of this package and needs no files from the current folder, which may be a home folder
-    with tempfile.TemporaryDirectory(prefix="mgpu-") as nothing:
-        request = Request(
+    with tempfile.TemporaryDirectory(prefix=layout.STAGING_PREFIX, dir=runs) as nothing:
+        request = replace(
+            asked_for,
             target=TARGET,
             flags=asked,
-            executor=executor,
-            cluster=cluster,
             name="doctor",
             project=Path(nothing),
             # those of the cluster file are for trainings

@@ -14,12 +14,11 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
-from mgpu_slurm.core import interpreter
+from mgpu_slurm.core import interpreter, node_gpus
 from mgpu_slurm.core.formatting import human_size
 from mgpu_slurm.core.processes import cores
 from mgpu_slurm.doctor import check_results
 from mgpu_slurm.doctor.check_results import Finding, span
-from mgpu_slurm.executors.local import visible_gpus
 from mgpu_slurm.registry import index
 
 OLDEST_PYTHON = (3, 10)
@@ -70,19 +69,13 @@ def package_findings(requirements: list[str], packages: dict[str, str]) -> Itera
         version = packages.get(interpreter.normalized(bound["name"]))
         if version is None:
             wrong.append(f"no {bound['name']} (needs {bound['version']} or newer)")
-        elif _numbers(version) < _numbers(bound["version"]):
+        elif interpreter.numbers(version) < interpreter.numbers(bound["version"]):
             wrong.append(f"{bound['name']} {version} (needs {bound['version']} or newer)")
     if wrong:
         fix = f"{sys.executable} -m pip install --upgrade {DISTRIBUTION}"
         yield check_results.failed("packages", f"packages: {', '.join(wrong)}", fix)
     else:
         yield check_results.ok("packages", f"packages: all {len(bounds)} required ones present")
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    """Return `(2, 13, 0)` for `2.13.0+cpu`: enough to compare with a lower bound."""
-    release = re.match(r"[0-9]+(\.[0-9]+)*", version)
-    return tuple(map(int, release[0].split("."))) if release else ()
 
 
 # -- torch
@@ -265,7 +258,7 @@ def writable_findings(name: str, folder: Path, fix: str, small: bool = False) ->
 
 def local_findings() -> Iterator[Finding]:
     """Report the resources of the local executor."""
-    gpus = len(visible_gpus())
+    gpus = len(node_gpus.of_this_machine())
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     text = f"{cores()} cores, {human_size(memory)} of memory, {gpus or 'no'} GPU{'s' if gpus != 1 else ''}"
     yield check_results.ok("slurm", f"no sbatch on PATH: runs use the local executor, with {text}")

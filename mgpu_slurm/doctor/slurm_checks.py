@@ -7,11 +7,13 @@ Functions that judge are pure; `findings_of_slurm` and those of the cluster file
 
 from __future__ import annotations
 
+import contextlib
 import getpass
 import os
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from datetime import datetime
 from pathlib import Path
 
 from mgpu_slurm.core.errors import ClusterError, UserError
@@ -22,7 +24,9 @@ from mgpu_slurm.doctor.check_results import Finding, span
 from mgpu_slurm.executors import slurm_queue
 from mgpu_slurm.run_folder import layout
 from mgpu_slurm.slurm import commands, site
-from mgpu_slurm.slurm.site import Association, Partition
+from mgpu_slurm.slurm.pending import limits
+from mgpu_slurm.slurm.pending.limits import Limit
+from mgpu_slurm.slurm.site import Association, Partition, Reservation
 from mgpu_slurm.submission import cluster_file as clusters
 from mgpu_slurm.submission import plan
 from mgpu_slurm.submission.cluster_file import ClusterFile
@@ -31,8 +35,8 @@ from mgpu_slurm.submission.plan import Request
 OLDEST_SLURM = (20, 11)
 """First version with srun --overlap; all other features used here are older."""
 
-CPUS_BY_VARIABLE = (22, 5)
-"""First version in which srun takes the cores of a rank only from SRUN_CPUS_PER_TASK."""
+OLDEST_TESTED = (22, 5)
+"""Also the first version in which srun takes the cores of a rank only from SRUN_CPUS_PER_TASK."""
 
 SLOW_CONTROLLER = 2.0
 SHORT_KILL_WAIT = 30
@@ -78,6 +82,7 @@ def findings_of_slurm(found: Site) -> Iterator[Finding]:
         yield check_results.warning("partitions", "there is no default partition", fix)
     yield from setting_findings(settings, found.partitions)
     yield from _accounting_findings(settings)
+    yield from _reservation_findings(datetime.now())
     yield from variable_findings(os.environ)
 
 
@@ -89,8 +94,10 @@ def version_finding(version: tuple[int, ...]) -> Finding:
         return check_results.failed(
             "version", f"{text}: srun has no --overlap before 20.11", "ask the site to update it"
         )
-    how = "SRUN_CPUS_PER_TASK" if version >= CPUS_BY_VARIABLE else "sbatch's options"
-    return check_results.ok("version", f"{text}: supported; ranks get their cores by {how}")
+    if version < OLDEST_TESTED:
+        untested = f"{text}: older than 22.05, the oldest release that mgpu_slurm is tested on; nothing is refused"
+        return check_results.warning("version", untested, "try a short run with 2 nodes; ask the site to update SLURM")
+    return check_results.ok("version", f"{text}: supported; ranks get their cores by SRUN_CPUS_PER_TASK")
 
 
 def controller_finding(cluster: str, seconds: float) -> Finding:
@@ -185,13 +192,22 @@ def _accounting_findings(settings: Mapping[str, str]) -> Iterator[Finding]:
         yield no_accounting_finding(str(error), settings.get("MinJobAge", ""))
         return
     yield check_results.ok("accounting", f"accounting: sacct answers in {span(time.perf_counter() - begun)}")
-    try:
-        rights = site.parse_associations(commands.run(site.associations_command(_user()), ASK_WITHIN))
-    except ClusterError:
-        # some sites do not let users call sacctmgr
-        return
-    if rights:
-        yield account_finding(rights)
+    yield from limit_findings(*_rights(_user()))
+
+
+def _rights(user: str) -> tuple[list[Association], list[Limit]]:
+    """Return the accounts that the user may use, and the limits that apply there; some sites do not tell them."""
+    rights: list[Association] = []
+    found: list[Limit] = []
+    with contextlib.suppress(ClusterError):
+        rights = site.parse_associations(commands.run(site.associations_command(user), ASK_WITHIN))
+    with contextlib.suppress(ClusterError):
+        found += limits.parse_shown(commands.run(limits.show_command(user, ()), ASK_WITHIN), user, "")
+    with contextlib.suppress(ClusterError):
+        by_qos = limits.parse_qos(commands.run(limits.qos_command(), ASK_WITHIN)) if rights else {}
+        allowed = dict.fromkeys(name for right in rights for name in right.qos)
+        found += [limit for name in allowed for limit in by_qos.get(name, [])]
+    return rights, found
 
 
 def _user() -> str:
@@ -210,19 +226,37 @@ def no_accounting_finding(problem: str, min_job_age: str) -> Finding:
     return check_results.warning("accounting", text, fix)
 
 
-def account_finding(rights: list[Association]) -> Finding:
-    accounts = ", ".join(dict.fromkeys(right.account for right in rights))
-    limits = []
-    # each of several accounts has its own limits; report the tightest
-    for words, numbers in (
-        ("{} jobs running", [right.max_jobs for right in rights]),
-        ("{} jobs submitted", [right.max_submitted for right in rights]),
-    ):
-        known = [number for number in numbers if number is not None]
-        if known:
-            limits.append(words.format(min(known)))
-    at_most = f"; at most {' and '.join(limits)} at a time" if limits else ""
-    return check_results.ok("account", f"account{'s' if ',' in accounts else ''} {accounts}{at_most}")
+def limit_findings(rights: list[Association], found: list[Limit]) -> Iterator[Finding]:
+    """Name the user's accounts, and the limits of each account and QOS."""
+    if rights:
+        accounts = ", ".join(dict.fromkeys(right.account for right in rights))
+        yield check_results.ok("account", f"account{'s' if ',' in accounts else ''} {accounts}")
+    by_owner: dict[str, list[str]] = {}
+    for limit in found:
+        by_owner.setdefault(limit.owner, []).append(limit.short())
+    for owner, texts in by_owner.items():
+        yield check_results.ok("account limits", f"{owner}: at most {', '.join(dict.fromkeys(texts))}")
+
+
+def _reservation_findings(now: datetime) -> Iterator[Finding]:
+    try:
+        output = commands.run(site.reservations_command(), ASK_WITHIN)
+    except ClusterError:
+        return
+    ahead = [each for each in site.parse_reservations(output) if each.end > now]
+    for reservation in ahead:
+        yield reservation_finding(reservation, now)
+
+
+def reservation_finding(reservation: Reservation, now: datetime) -> Finding:
+    text = reservation.sentence
+    if not reservation.is_maintenance:
+        return check_results.ok("reservations", f"{text}: only its users get these nodes")
+    if reservation.start <= now:
+        return check_results.warning("reservations", f"{text}: no run starts there", "use other nodes, or wait")
+    left = limits.clock(int((reservation.start - now).total_seconds() // 60))
+    fix = "a run with a longer --time waits until it is over"
+    return check_results.warning("reservations", f"{text}, {left} from now", fix)
 
 
 def variable_findings(environ: Mapping[str, str]) -> Iterator[Finding]:

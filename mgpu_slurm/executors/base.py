@@ -14,7 +14,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, TypeAlias
 
 from mgpu_slurm.core.retry import Note
-from mgpu_slurm.request.spec import ExecutorName, Resources, Spec
+from mgpu_slurm.request.resources import Resources
+from mgpu_slurm.request.spec import ExecutorName, Spec
 from mgpu_slurm.run_folder import records, states
 from mgpu_slurm.run_folder.layout import RunFolder
 from mgpu_slurm.run_folder.record_types import RunState, StateChange

@@ -12,7 +12,7 @@ from typing import Any
 from mgpu_slurm.core.errors import ClusterError, UserError
 from mgpu_slurm.core.hostlist import compress, expand
 from mgpu_slurm.executors.base import HELD_JOB_VARIABLE
-from mgpu_slurm.request.spec import Resources, resources_from
+from mgpu_slurm.request.resources import Resources, resources_from
 from mgpu_slurm.run_folder import states
 from mgpu_slurm.slurm import commands, site
 
@@ -28,10 +28,9 @@ _FIELDS = {
     "ntasks_per_node": r"NtasksPerN:B:S:C=(\d+):",
 }
 _NODES = re.compile(
-    r"^ +Nodes=(?P<nodes>\S+) CPU_IDs=(?P<cpus>\S+) Mem=(?P<memory>\d+) GRES=(?P<gres>.*)$", re.MULTILINE
+    r"^ +Nodes=(?P<nodes>\S+) CPU_IDs=(?P<cpus>\S+) Mem=(?P<memory>[0-9]{1,18}) GRES=(?P<gres>.*)$", re.MULTILINE
 )
 _MEMORY = re.compile(r"(?P<number>\d+)(?P<unit>[KMGT]?)B?", re.IGNORECASE)
-_MEGABYTES = {"K": 1 / 1024, "": 1, "M": 1, "G": 1024, "T": 1024**2}
 
 PATIENCE_WITH_ENDING = 5.0
 """Seconds to wait for the reason of an ending allocation; it may be waiting for the process that asks."""
@@ -135,26 +134,35 @@ def ask(inside: str) -> Allocation | None:
 
 
 def parse(inside: str, output: str) -> Allocation:
-    """Parse scontrol's answer; of a heterogeneous job, the first component."""
-    text = re.split(r"^JobId=", output, flags=re.MULTILINE)[1]
+    """Parse scontrol's answer; of a heterogeneous job, the first component.
+
+    Raises:
+        ClusterError: it is none.
+    """
+    parts = re.split(r"^JobId=", output, flags=re.MULTILINE)
+    if len(parts) < 2:
+        said = commands.error_line(output)[:200]
+        raise ClusterError(f"`{' '.join(show_command(inside))}` does not show a job: {said}")
+    text = parts[1]
     found = {name: re.search(pattern, text, re.MULTILINE) for name, pattern in _FIELDS.items()}
     values = {name: match[1] for name, match in found.items() if match is not None}
+    end = commands.time_of(values.get("end", ""))
     return Allocation(
         job_id=inside,
         state=values.get("state", ""),
         reason=values.get("reason", ""),
         nodes=tuple(_nodes(text)),
-        ntasks_per_node=int(values.get("ntasks_per_node", 0)) or None,
-        cpus_per_task=int(values.get("cpus_per_task", 1)),
-        end=datetime.fromisoformat(values["end"]) if "T" in values.get("end", "") else None,
+        ntasks_per_node=commands.number_of(values.get("ntasks_per_node", "")) or None,
+        cpus_per_task=commands.number_of(values.get("cpus_per_task", "")) or 1,
+        end=None if end is None else datetime.fromisoformat(end),
     )
 
 
 def _nodes(text: str) -> Iterable[Node]:
     """Yield the nodes; those with the same share of the job are on one line."""
     for match in _NODES.finditer(text):
-        cpus = len(expand(f"[{match['cpus']}]"))
-        for name in expand(match["nodes"]):
+        cpus = len(commands.nodes_in(f"[{match['cpus']}]"))
+        for name in commands.nodes_in(match["nodes"]):
             yield Node(name, cpus, site.gpus_in(match["gres"]), int(match["memory"]))
 
 
@@ -245,7 +253,7 @@ def _shortage(found: Allocation, node: Node, asked: Resources) -> str:
     """Return what the node lacks for its ranks; empty if nothing."""
     here = f"{found.label} has {{}} on {node.name}: request less, or a larger allocation"
     if (asked.gpus_per_node or 0) > node.gpus:
-        return f"--gpus-per-node {asked.gpus_per_node}: {here.format(node.gpus)}"
+        return f"--gpus-per-node {asked.gpus_as_requested}: {here.format(node.gpus)}"
     cores = asked.ranks_per_node * (asked.cpus_per_task or 0)
     if cores > node.cpus:
         of = f"{asked.ranks_per_node} ranks on a node need {cores} cores, but {here.format(node.cpus)}"
@@ -259,7 +267,7 @@ def _megabytes(text: str) -> float:
     match = _MEMORY.fullmatch(text)
     if match is None:
         raise UserError(f"--mem {text!r}: expected a number with K, M, G or T, such as 64G")
-    return int(match["number"]) * _MEGABYTES[match["unit"].upper()]
+    return int(match["number"]) * commands.MEGABYTES[match["unit"].upper()]
 
 
 def shares_cores(nodes: Iterable[Node], resources: Resources) -> bool:
@@ -277,7 +285,7 @@ def srun_options(found: Allocation, nodes: list[Node], resources: Resources, run
     if resources.cpus_per_task is not None:
         options.append(f"--cpus-per-task={resources.cpus_per_task}")
     if resources.gpus_per_node:
-        options.append(f"--gres=gpu:{resources.gpus_per_node}")
+        options.append(f"--gres=gpu:{resources.gpus_as_requested}")
     elif resources.gpus_per_node == 0 and any(node.gpus for node in nodes):
         # a step without a request gets all GPUs of the job
         options.append("--gres=none")

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
-import os
-import shutil
-import subprocess
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace
 
+from mgpu_slurm.core import node_gpus
 from mgpu_slurm.core.errors import UserError
 from mgpu_slurm.core.formatting import counted
 from mgpu_slurm.core.retry import Note
@@ -26,7 +23,8 @@ from mgpu_slurm.executors.base import (
     ended_unseen,
 )
 from mgpu_slurm.request import config as configs
-from mgpu_slurm.request.spec import Resources, Spec, resources_from
+from mgpu_slurm.request.resources import Resources, resources_from
+from mgpu_slurm.request.spec import Spec
 from mgpu_slurm.run_folder import states
 from mgpu_slurm.run_folder.layout import RunFolder
 from mgpu_slurm.run_folder.record_types import RunState, StateChange
@@ -64,32 +62,20 @@ class LocalExecutor(Executor):
         return Shell(supervisors.started_nodes(folder), None)
 
 
-def visible_gpus(environ: Mapping[str, str] = os.environ) -> list[str]:
-    """Return the GPUs visible to this user's programs: those of CUDA_VISIBLE_DEVICES, else those nvidia-smi lists."""
-    chosen = environ.get("CUDA_VISIBLE_DEVICES")
-    if chosen is not None:
-        # CUDA reads the list up to the first invalid entry
-        return list(itertools.takewhile(lambda gpu: gpu not in ("", "-1"), map(str.strip, chosen.split(","))))
-    if shutil.which("nvidia-smi") is None:
-        return []
-    listed = subprocess.run(["nvidia-smi", "--list-gpus"], capture_output=True, text=True, timeout=60, check=False)
-    lines = [line for line in listed.stdout.splitlines() if line.startswith("GPU ")]
-    return [str(index) for index in range(len(lines))]
-
-
 def _with_gpus(resources: Resources, workers: int) -> tuple[Resources, str]:
     """Return the resources with the GPUs per node decided, and the reason.
 
     Args:
         workers: how many share the machine; if there are too few GPUs for all, some wait for others to end.
     """
-    available = len(visible_gpus())
+    available = len(node_gpus.of_this_machine())
     asked = resources.gpus_per_node
     if asked is not None:
         if asked * resources.nodes > available:
             nodes = counted(resources.nodes, "simulated node")
+            needed = counted(asked * resources.nodes, "GPU")
             raise UserError(
-                f"--gpus-per-node {asked} on {nodes} needs {counted(asked * resources.nodes, 'GPU')},"
+                f"--gpus-per-node {resources.gpus_as_requested} on {nodes} needs {needed},"
                 f" but this machine has {available}: lower one of them, or use --gpus-per-node 0"
             )
         return resources, f"{asked} per simulated node, as requested"

@@ -19,7 +19,8 @@ from mgpu_slurm.core.retry import Note
 from mgpu_slurm.executors import slurm_states
 from mgpu_slurm.executors.base import Asked, Executor, Living, Resolved, Shell, SlurmView, Start, ended_unseen, job_of
 from mgpu_slurm.request import config as configs
-from mgpu_slurm.request.spec import Resources, Spec, resources_from
+from mgpu_slurm.request.resources import Resources, resources_from
+from mgpu_slurm.request.spec import Spec
 from mgpu_slurm.run_folder import records, states
 from mgpu_slurm.run_folder.layout import RunFolder
 from mgpu_slurm.run_folder.record_types import RunState
@@ -168,7 +169,7 @@ def _scancel(folder: RunFolder, job_ids: set[str]) -> None:
 def _with_gpus(resources: Resources, is_dry_run: bool, note: Note) -> tuple[Resources, str]:
     """Return the resources with the GPUs per node decided, and the reason."""
     if resources.gpus_per_node is not None:
-        return resources, f"{resources.gpus_per_node} per node, as requested"
+        return resources, f"{resources.gpus_as_requested} per node, as requested"
     if is_dry_run and shutil.which("sinfo") is None:
         return resources, "unknown: no sinfo on PATH; set gpus-per-node"
     found = wait_out(lambda: site.gpus_per_node(resources.partition), note)

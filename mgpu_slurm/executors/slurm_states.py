@@ -14,6 +14,7 @@ from datetime import datetime, timedelta
 
 from mgpu_slurm.core.errors import UserError
 from mgpu_slurm.core.files import read_json, write_json
+from mgpu_slurm.core.formatting import printable
 from mgpu_slurm.core.retry import Note
 from mgpu_slurm.request.spec import read_spec
 from mgpu_slurm.run_folder import failures, records, states
@@ -22,6 +23,7 @@ from mgpu_slurm.run_folder.record_types import RunState, StateChange
 from mgpu_slurm.slurm import accounting, commands, job_identity, jobs
 from mgpu_slurm.slurm.accounting import AccountedStart
 from mgpu_slurm.slurm.jobs import QueuedJob
+from mgpu_slurm.slurm.pending import wait_reasons
 
 LOST = StateChange(
     states.FAILED, "lost: SLURM does not know its job, and its end was not recorded; continue with `resume`"
@@ -55,14 +57,6 @@ NEVER_ARRIVED = StateChange(states.FAILED, "was never queued; `resume` submits i
 
 CANCELLED_FOR = dict.fromkeys(["DependencyNeverSatisfied", "Dependency"], failures.DEPENDENCY.words)
 """Reasons to show for a cancelled job, by squeue's reason for its waiting."""
-
-_NEVER = {
-    "PartitionConfig": "it can never start: it asks for more than the partition allows",
-    "PartitionNodeLimit": "it can never start: it asks for more nodes than the partition allows",
-    "PartitionTimeLimit": "it can never start: it asks for more time than the partition allows",
-    "BadConstraints": "it can never start: no node has what it asks for",
-}
-"""Explanations of the reasons for which a job can never start (squeue(1), JOB REASON CODES)."""
 
 
 def ask(job_ids: Mapping[RunFolder, str], note: Note) -> dict[RunFolder, StateChange] | None:
@@ -224,16 +218,16 @@ def _facts(job: QueuedJob) -> StateChange:
 
 
 def _why_it_waits(job: QueuedJob) -> str:
-    if job.reason in _NEVER:
-        return f"{job.reason}: {_NEVER[job.reason]}"
-    if job.start is None or "held" in job.reason.lower():
+    meaning = wait_reasons.explained(job.reason)
+    why = job.reason if meaning is None or meaning.is_plain else f"{job.reason}: {meaning.words}"
+    if job.start is None or "held" in job.reason.lower() or wait_reasons.NEVER in why:
         # the expected start is from before it was held
-        return job.reason
+        return why
     start, now = datetime.fromisoformat(job.start), datetime.now()
     if start > now + commands.FORESEEABLE:
-        return f"{job.reason}, after jobs that have no time limit"
+        return f"{why}, after jobs that have no time limit"
     # a start in the past is from before it got its nodes
-    return f"{job.reason}, expected to start at {job.start.replace('T', ' ')}" if start > now else job.reason
+    return f"{why}, expected to start at {job.start.replace('T', ' ')}" if start > now else why
 
 
 def _iso(local_time: str | None) -> str | None:
@@ -264,7 +258,9 @@ _TO_THE_SECOND = timedelta(seconds=1)
 def ending(folder: RunFolder, job_id: str) -> StateChange | None:
     """Return state, reason and time of a job's end; None if its log does not report one."""
     log = folder.launch_log(job_id)
-    notices = list(_NOTICE.finditer(log.read_text(errors="replace"))) if log.exists() else []
+    found = _NOTICE.finditer(log.read_text(errors="replace")) if log.exists() else ()
+    # a job's own output may look like one
+    notices = [notice for notice in found if commands.time_of(notice["at"]) is not None]
     if not notices:
         return None
     at, why = datetime.fromisoformat(notices[-1]["at"]).astimezone(), notices[-1]["why"] or ""
@@ -289,5 +285,5 @@ def before_the_ranks(folder: RunFolder, job_id: str) -> str | None:
     log = folder.launch_log(job_id)
     lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()] if log.exists() else []
     # bash prefixes errors with the path of the script's copy on the node
-    said = f": {re.sub(_SCRIPT, '', lines[-1].strip())[:200]}" if lines else ""
+    said = f": {printable(re.sub(_SCRIPT, '', lines[-1].strip()))[:200]}" if lines else ""
     return f"its batch script failed before the ranks were started{said}"

@@ -17,12 +17,12 @@ import threading
 import time
 import traceback
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from mgpu_slurm.core import processes, retry
+from mgpu_slurm.core import processes, retry, torch_versions
 from mgpu_slurm.core.files import read_json, write_json
 from mgpu_slurm.core.processes import RUN_VARIABLE
 from mgpu_slurm.job import retry_policy, store_server
@@ -88,9 +88,17 @@ class Launch(ABC):
     def start(self, variables: dict[str, str]) -> dict[int, str]:
         """Start the ranks with these additional variables; return the names of the processes to wait for, by pid."""
 
-    def describe(self, ending: Ending) -> str:
-        """Describe a failure that no rank reported."""
+    def describe(self, ending: Ending, followers: Collection[int]) -> str:
+        """Describe a failure that no rank reported.
+
+        Args:
+            followers: ranks that failed because another one had ended.
+        """
         return describe_exit(ending)
+
+    def last_words(self) -> str:
+        """Return the last line that was printed before ranks had their logs, other than the launcher's own; or ""."""
+        return ""
 
     def children(self, started: Iterable[int]) -> Mapping[int, ChildRank]:
         """Return which of the processes that it has started are ranks, by pid; none if it has started a launcher."""
@@ -160,12 +168,13 @@ def run_attempt(folder: RunFolder, spec: Spec, launch: Launch) -> Ending:
     if request.exists():
         # a sweep's remaining ranks request it if one has died, or a rank has given a reason
         said = request.read_text().partition("\n")[0] or None
-        first = launch.describe(ending) if ending.code not in (0, REQUEUE_EXIT_CODE) and not ending.cut_short else said
+        is_failure = ending.code not in (0, REQUEUE_EXIT_CODE) and not ending.cut_short
+        first = launch.describe(ending, _followers(_recorded(folder, attempt))) if is_failure else said
         ending = replace(ending, code=REQUEUE_EXIT_CODE)
     if ending.code == 0 and folder.terminated(attempt).exists():
         ending = replace(ending, code=TERMINATED_EXIT_CODE, who="a command")
     if ending.code not in (0, REQUEUE_EXIT_CODE):
-        cause = service.failure or _first_cause(folder, attempt, ending, launch.describe, spec.resources.ranks)
+        cause = service.failure or _first_cause(folder, attempt, ending, launch, spec.resources.ranks)
         # on real nodes ranks are on other machines too, and SLURM reports it
         killed = processes.oom_kills() - oom_kills if spec.nodes_are_simulated else 0
         failure = replace(cause, attempt=attempt, exit_code=ending.code, oom_kills=killed)
@@ -208,9 +217,11 @@ def restarts_in_place(folder: RunFolder, spec: Spec, code: int) -> bool:
 def _rank_0_serves(spec: Spec) -> bool:
     """Return whether to offer the rendezvous to rank 0, which imports torch anyway and joins at once.
 
-    A script's ranks expect a running store, and a single rank of a job function need not join at all.
+    A script's ranks expect a running store, and a single rank of a job function need not join at all. With a container,
+    there may be no torch outside of it.
     """
-    return not spec.target.is_command and spec.resources.ranks > 1 and "torch" not in sys.modules
+    joins_at_once = not spec.target.is_command and spec.resources.ranks > 1
+    return (joins_at_once or spec.container is not None) and "torch" not in sys.modules
 
 
 class _Service:
@@ -247,7 +258,7 @@ class _Service:
                 return
             if not self._wanted:
                 select.select([self._listener], [], [])
-            self._stores.append(store_server.serve(self._listener))
+            self._stores.append(torch_versions.serve_store(self._listener))
         except BaseException as error:
             shown = traceback.format_exc()
             print(shown, end="", file=sys.stderr, flush=True)
@@ -320,13 +331,21 @@ def _ended(alive: dict[int, str], note_end: Callable[[int, resource.struct_rusag
     return sorted(found, key=lambda ended: -ended[1])
 
 
-def _first_cause(
-    folder: RunFolder, attempt: int, ending: Ending, describe: Callable[[Ending], str], ranks: int
-) -> Failure:
-    """Return the content of `failure.json`: the first cause that ranks recorded, else how the first process ended."""
-    description = describe(ending)
+def _recorded(folder: RunFolder, attempt: int) -> list[Failure]:
+    """Return what ranks have recorded of their ends."""
     paths = sorted(folder.logs.glob(f"{attempt}-*.failure.json"))
-    found = [Failure.from_json(each) for path in paths if (each := read_json(path))]
+    return [Failure.from_json(each) for path in paths if (each := read_json(path))]
+
+
+def _followers(found: Sequence[Failure]) -> set[int]:
+    """Return the ranks that failed because another one had ended."""
+    return {each.rank for each in found if each.consequence and each.rank is not None}
+
+
+def _first_cause(folder: RunFolder, attempt: int, ending: Ending, launch: Launch, ranks: int) -> Failure:
+    """Return the content of `failure.json`: the first cause that ranks recorded, else how the first process ended."""
+    found = _recorded(folder, attempt)
+    description = launch.describe(ending, _followers(found))
     # the first of several that failed together; under SLURM the process that ended is srun
     named = re.match(r"ranks? (\d+)", description)
     who = f"rank {named[1]}" if named else ending.who
@@ -337,8 +356,9 @@ def _first_cause(
     first = failures.first_stuck(found, ranks) or (known[0] if known else Failure(message=stopped or description))
     failure = replace(first, attempt=attempt, who=first.who or who)
     if failure.error is None and "exit code" in description:
-        # the error of a script that raised one
-        said = [line.strip() for line in records.said_last(folder, failure).splitlines() if line.strip()]
+        # the error of a script that raised one, or of what should have started a rank
+        words = records.said_last(folder, failure) or launch.last_words()
+        said = [line.strip() for line in words.splitlines() if line.strip()]
         if said:
             failure = replace(failure, message=f"{failure.message}: {said[-1][:200]}")
     return failure

@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Collection
 from pathlib import Path
 
 from mgpu_slurm.core import log_lines
@@ -95,6 +96,7 @@ class _LaunchBySrun(Launch):
         self.names = job.nodes
         self.address = self.names[0] if len(self.names) > 1 else "127.0.0.1"
         self._command = command
+        self._log = log
         self._watch = LaunchWatch(job.folder, job.id, log)
 
     def start(self, variables: dict[str, str]) -> dict[int, str]:
@@ -102,8 +104,11 @@ class _LaunchBySrun(Launch):
         self._process = subprocess.Popen(self._command, env=os.environ | variables, preexec_fn=own_group)
         return {self._process.pid: Path(self._command[0]).name}
 
-    def describe(self, ending: Ending) -> str:
-        return self._watch.describe(ending)
+    def describe(self, ending: Ending, followers: Collection[int]) -> str:
+        return self._watch.describe(ending, followers)
+
+    def last_words(self) -> str:
+        return self._log.last_words()
 
     def is_in_vain(self) -> bool:
         return self._watch.is_in_vain()

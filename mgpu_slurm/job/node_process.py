@@ -148,8 +148,12 @@ def _has_own_variables(first: int) -> bool:
     Args:
         first: pid of the first task.
     """
-    # what both had when they started; Python may have added to it
-    found = [Path(f"/proc/{pid}/environ").read_bytes().split(b"\0") for pid in (first, "self")]
+    try:
+        # what both had when they started; Python may have added to it
+        found = [Path(f"/proc/{pid}/environ").read_bytes().split(b"\0") for pid in (first, "self")]
+    except PermissionError:
+        # each task is in a container of its own, which hides this from the others
+        return False
     ours, theirs = ({pair for pair in pairs if not pair.startswith(b"SLURM")} for pairs in found)
     return ours != theirs
 

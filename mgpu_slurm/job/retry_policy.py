@@ -16,7 +16,8 @@ from typing import Any
 
 from mgpu_slurm.core.formatting import counted
 from mgpu_slurm.request.spec import REQUEUE_EXIT_CODE, Spec
-from mgpu_slurm.run_folder import failures, layout, records, states
+from mgpu_slurm.run_folder import failures, records, states
+from mgpu_slurm.run_folder.checkpoint_names import checkpoint_step, newest_checkpoint
 from mgpu_slurm.run_folder.layout import RunFolder
 from mgpu_slurm.run_folder.record_types import UNRECORDED, Event, Failure
 
@@ -127,14 +128,14 @@ def _in_smaller_parts(folder: RunFolder, spec: Spec, failure: Failure, earlier: 
 
 
 def _newest_step(folder: RunFolder) -> int | None:
-    newest = layout.newest_checkpoint(folder)
-    return None if newest is None else layout.checkpoint_step(newest)
+    newest = newest_checkpoint(folder)
+    return None if newest is None else checkpoint_step(newest)
 
 
 def checkpoint_fact(folder: RunFolder) -> dict[str, str | None]:
     """Return the part of an event that names the newest checkpoint; empty if that cannot be read."""
     with suppress(OSError):
-        newest = layout.newest_checkpoint(folder)
+        newest = newest_checkpoint(folder)
         return {"newest": None if newest is None else newest.name}
     return {}
 

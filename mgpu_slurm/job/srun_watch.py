@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Collection
 from pathlib import Path
 
 from mgpu_slurm.core.errors import ClusterError
+from mgpu_slurm.core.hostlist import expand
 from mgpu_slurm.core.retry import OwnTime
 from mgpu_slurm.job.attempt import Ending, describe_exit
 from mgpu_slurm.request.spec import TERMINATED_EXIT_CODE
@@ -26,7 +28,7 @@ AGAIN_AFTER = 30.0
 of the controller."""
 
 _TASK_FAILURE = re.compile(
-    r"^srun: error: (?P<nodes>\S+): task(?P<several>s?) (?P<ranks>\S+): (?P<how>.+)$", re.MULTILINE
+    r"^srun: error: (?P<nodes>\S+): task(?P<several>s?) (?P<ranks>[\d,-]+): (?P<how>.+)$", re.MULTILINE
 )
 
 # from srun's source: messages for a step that SLURM ends, and for one that it could not start as a whole
@@ -36,6 +38,8 @@ _NO_LAUNCH = re.compile(
 )
 
 _OUT_OF_MEMORY = "Out Of Memory"
+
+_SLURMS = ("srun: ", "slurmstepd: ")
 
 _COMPLAINT = re.compile(r"^srun: (?:error|fatal): .+$", re.MULTILINE)
 
@@ -47,9 +51,19 @@ class LaunchLog:
         self._path = path
         self._position = path.stat().st_size if path.exists() else 0
 
-    def describe(self, ending: Ending) -> str:
-        """Describe a failure by its first cause, as far as srun saw it."""
-        return first_failure(self._added()) or describe_exit(ending)
+    def describe(self, ending: Ending, followers: Collection[int] = ()) -> str:
+        """Describe a failure by its first cause, as far as srun saw it.
+
+        Args:
+            followers: ranks that failed because another one had ended.
+        """
+        return first_failure(self._added(), followers) or describe_exit(ending)
+
+    def last_words(self) -> str:
+        """Return the last line that is not SLURM's, such as the error of a container that did not start; or ""."""
+        lines = [line.strip() for line in self._added().splitlines()]
+        others = [line for line in lines if line and not line.startswith(_SLURMS)]
+        return others[-1] if others else ""
 
     def begins_with_sigterm(self) -> bool:
         """Return whether the first task that failed had been terminated; after a failure the others always are."""
@@ -72,12 +86,12 @@ class LaunchLog:
         return added.decode(errors="replace")
 
 
-def first_failure(launch_log: str) -> str | None:
+def first_failure(launch_log: str, followers: Collection[int] = ()) -> str | None:
     """Return which task failed first and how, or why srun could not start the tasks; None if srun reports neither.
 
     srun's exit code is only the highest of all tasks.
     """
-    match = _first_failed_task(launch_log)
+    match = _first_failed_task(launch_log, followers)
     if match is None:
         complaint = _COMPLAINT.search(launch_log)
         return None if complaint is None else complaint[0]
@@ -86,13 +100,18 @@ def first_failure(launch_log: str) -> str | None:
     return f"{who}: {match['how']}" if exited is None else describe_exit(Ending(int(exited[1]), who))
 
 
-def _first_failed_task(launch_log: str) -> re.Match[str] | None:
+def _first_failed_task(launch_log: str, followers: Collection[int] = ()) -> re.Match[str] | None:
     """Return srun's message about the first task that failed; None if there is none.
 
-    A task out of memory counts as the first: it never fails after the others, but srun may report them earlier.
+    A task out of memory counts as the first: it never fails after the others, but srun may report them earlier. With
+    proctrack/cgroup, it may also report a task that was killed after those that failed because of that.
     """
-    found = list(_TASK_FAILURE.finditer(launch_log))
-    return min(found, key=lambda match: match["how"] != _OUT_OF_MEMORY, default=None)
+
+    def place(match: re.Match[str]) -> tuple[bool, bool]:
+        ranks = map(int, expand(f"[{match['ranks']}]"))
+        return match["how"] != _OUT_OF_MEMORY, set(ranks) <= set(followers)
+
+    return min(_TASK_FAILURE.finditer(launch_log), key=place, default=None)
 
 
 class LaunchWatch:
@@ -108,11 +127,11 @@ class LaunchWatch:
         self._had_none = False
         self._is_in_vain = False
 
-    def describe(self, ending: Ending) -> str:
-        """Describe a failure by its first cause, as far as it is visible here."""
+    def describe(self, ending: Ending, followers: Collection[int]) -> str:
+        """Describe a failure by its first cause, as far as it is visible here; see `LaunchLog.describe`."""
         if self._is_in_vain:
             return f"srun waited for {self._waited:.0f} s, and SLURM did not start the ranks' step"
-        return self._log.describe(ending)
+        return self._log.describe(ending, followers)
 
     def is_in_vain(self) -> bool:
         """Return whether waiting for the ranks is pointless. Must be called every second; it may query SLURM."""

@@ -19,14 +19,10 @@ import socket
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from mgpu_slurm.core.errors import RendezvousError
 from mgpu_slurm.core.processes import TRIAL_VARIABLE
 from mgpu_slurm.request.spec import ATTEMPT_VARIABLE
-
-if TYPE_CHECKING:
-    from torch._C._distributed_c10d import TCPStore
 
 _LOWEST_PORT = 10000
 
@@ -66,16 +62,6 @@ def _ephemeral_range() -> tuple[int, int]:
 def exports(address: str, port: int) -> dict[str, str]:
     """Return the ranks' environment variables; the last one tells torch that another process serves the store."""
     return {"MASTER_ADDR": address, "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
-
-
-def serve(listener: socket.socket) -> TCPStore:
-    """Serve the store on the bound socket for the lifetime of the returned object."""
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]
-
-    address, port = listener.getsockname()
-    return TCPStore(
-        address or "localhost", port, None, True, wait_for_workers=False, master_listen_fd=listener.detach()
-    )
 
 
 # -- the secret with which ranks sign their messages to each other (see `rank.signed_store`)

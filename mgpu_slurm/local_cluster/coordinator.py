@@ -13,11 +13,10 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from mgpu_slurm.core import processes
+from mgpu_slurm.core import node_gpus, processes
 from mgpu_slurm.core.files import set_umask_for
 from mgpu_slurm.executors import supervisors
 from mgpu_slurm.executors.base import HELD_JOB_VARIABLE
-from mgpu_slurm.executors.local import visible_gpus
 from mgpu_slurm.registry import dependencies
 from mgpu_slurm.request.spec import Spec, read_spec
 from mgpu_slurm.run_folder import records, states
@@ -112,14 +111,13 @@ def shares(spec: Spec) -> list[dict[str, str]]:
         # each run may use the whole allocation
         return [{}] * (spec.at_once or 1)
     resources = spec.resources
-    gpus = visible_gpus() if resources.gpus_per_node else []
+    gpus = node_gpus.of_this_machine() if resources.gpus_per_node else node_gpus.VisibleGpus(())
     each = resources.gpus
     places = len(gpus) // each if each else spec.at_once or processes.cores() // resources.ranks
     places = max(1, min(places, spec.at_once or places, spec.tasks or 1))
     threads = max(1, processes.cores() // (places * resources.ranks))
     return [
-        {"OMP_NUM_THREADS": str(threads)}
-        | ({"CUDA_VISIBLE_DEVICES": ",".join(gpus[place * each : (place + 1) * each])} if each else {})
+        {"OMP_NUM_THREADS": str(threads)} | (gpus.chosen(range(place * each, (place + 1) * each)) if each else {})
         for place in range(places)
     ]
 

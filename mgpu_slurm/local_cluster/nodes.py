@@ -12,19 +12,19 @@ import signal
 import subprocess
 import sys
 from abc import abstractmethod
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Collection, Container, Iterable, Mapping
 from dataclasses import dataclass
 
-from mgpu_slurm.core import interpreter, processes
+from mgpu_slurm.core import node_gpus, processes
 from mgpu_slurm.core.errors import ClusterError, UserError
 from mgpu_slurm.executors import held_allocation, supervisors
 from mgpu_slurm.executors.base import HELD_JOB_VARIABLE
 from mgpu_slurm.executors.held_allocation import Allocation
-from mgpu_slurm.executors.local import visible_gpus
 from mgpu_slurm.job import PARTS, attempt, rank_process
 from mgpu_slurm.job.sampling.node_sampler import ChildRank
 from mgpu_slurm.job.srun_watch import LaunchLog
 from mgpu_slurm.local_cluster import simulated
+from mgpu_slurm.request import rank_command
 from mgpu_slurm.request.spec import Spec
 from mgpu_slurm.run_folder.layout import RunFolder
 from mgpu_slurm.slurm import commands, script, site, steps
@@ -120,12 +120,13 @@ class SimulatedNodes(Nodes):
         self.job_id = str(self._supervisor)
         self.names = simulated.node_names(spec)
         # else they are new processes
-        self._ranks_can_be_forked = rank_process.can_be_forked()
-        self._gpus = visible_gpus() if spec.resources.gpus_per_node else []
+        self._ranks_can_be_forked = spec.container is None and rank_process.can_be_forked()
+        self._gpus = node_gpus.of_this_machine() if spec.resources.gpus_per_node else node_gpus.VisibleGpus(())
         self._processes: list[subprocess.Popen[bytes]] = []
 
     def prepare(self, restarts: int) -> Limit | None:
         self._restarts = restarts
+        self._log = _launch_log(self._folder, self._spec)
         limit = self._spec.resources.time_limit
         return None if limit is None else _asked_limit(limit)
 
@@ -145,12 +146,15 @@ class SimulatedNodes(Nodes):
             attempt.signal_groups(started, signal.SIGTERM)
         return started
 
+    def last_words(self) -> str:
+        return self._log.last_words()
+
     def children(self, started: Iterable[int]) -> Mapping[int, ChildRank]:
         found = {}
         # as in `start`
         for rank, pid in enumerate(started):
             variables = simulated.rank_variables(self._spec, rank, self._gpus)
-            gpus = variables.get("CUDA_VISIBLE_DEVICES") or None
+            gpus = variables.get(node_gpus.CUDA) or None
             found[pid] = ChildRank(rank, variables["SLURMD_NODENAME"], gpus)
         return found
 
@@ -158,9 +162,7 @@ class SimulatedNodes(Nodes):
         variables = simulated.rank_variables(self._spec, rank, self._gpus)
         parent = os.getpid()
         if not self._ranks_can_be_forked:
-            command = interpreter.command(
-                sys.executable, "mgpu_slurm.job", self._spec.rank_part, str(self._folder.path)
-            )
+            command = [*rank_command.words(self._spec, self._folder, sys.executable), str(self._folder.path)]
 
             def enter() -> None:
                 processes.die_with_parent(signal.SIGKILL, parent)
@@ -239,7 +241,7 @@ class HeldNodes(Nodes):
         # a login node may be behind a firewall, which srun has to pass as well
         self.ports = wait_out(site.srun_ports)
         self._options = held_allocation.srun_options(found, nodes, resources, self._spec.run)
-        self._log = LaunchLog(self._folder.launch_log(supervisors.log_name(self._spec.executor, self._folder)))
+        self._log = _launch_log(self._folder, self._spec)
         limit = found.limit(resources)
         if limit is None or limit == resources.time_limit:
             return None if limit is None else _asked_limit(limit)
@@ -255,7 +257,7 @@ class HeldNodes(Nodes):
         return wait_out(lambda: held_allocation.held({HELD_JOB_VARIABLE: self.job_id}))
 
     def start(self, variables: dict[str, str]) -> dict[int, str]:
-        srun = [*script.ranks_command(self._spec, self._options), str(self._folder.path)]
+        srun = [*script.ranks_command(self._spec, self._folder, self._options), str(self._folder.path)]
         lines = [*script.preparation(self._spec), f"exec {shlex.join(srun)}"]
         parent = os.getpid()
 
@@ -274,8 +276,11 @@ class HeldNodes(Nodes):
         self._processes.append(process)
         return {process.pid: "srun"}
 
-    def describe(self, ending: attempt.Ending) -> str:
-        return self._log.describe(ending)
+    def describe(self, ending: attempt.Ending, followers: Collection[int]) -> str:
+        return self._log.describe(ending, followers)
+
+    def last_words(self) -> str:
+        return self._log.last_words()
 
     def tell(self, signum: signal.Signals, batch_step: int) -> bool:
         return self._signal_step(signum)
@@ -312,6 +317,10 @@ class HeldNodes(Nodes):
         if left is None or left > 2 * (lead or 0):
             return ""
         return f"its allocation {self.job_id} is used up; continue with `resume` inside a new one"
+
+
+def _launch_log(folder: RunFolder, spec: Spec) -> LaunchLog:
+    return LaunchLog(folder.launch_log(supervisors.log_name(spec.executor, folder)))
 
 
 def _asked_limit(seconds: int) -> Limit:

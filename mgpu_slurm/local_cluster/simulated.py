@@ -5,7 +5,9 @@ These are pure functions; `supervisor` does the work.
 
 from __future__ import annotations
 
+from mgpu_slurm.core import node_gpus
 from mgpu_slurm.core.hostlist import compress
+from mgpu_slurm.core.node_gpus import VisibleGpus
 from mgpu_slurm.core.processes import cores
 from mgpu_slurm.request.spec import Spec
 
@@ -57,7 +59,7 @@ def job_variables(spec: Spec, job_id: int, restarts: int) -> dict[str, str]:
     return job | step | {"GLOO_SOCKET_IFNAME": "lo"}
 
 
-def rank_variables(spec: Spec, rank: int, gpus: list[str]) -> dict[str, str]:
+def rank_variables(spec: Spec, rank: int, gpus: VisibleGpus) -> dict[str, str]:
     """Return the variables that differ between ranks.
 
     Ranks fill one node after the other, as in srun's block distribution.
@@ -74,5 +76,6 @@ def rank_variables(spec: Spec, rank: int, gpus: list[str]) -> dict[str, str]:
     }
     per_node = spec.resources.gpus_per_node
     if per_node is not None:
-        variables["CUDA_VISIBLE_DEVICES"] = ",".join(gpus[node * per_node : (node + 1) * per_node])
+        own = range(node * per_node, (node + 1) * per_node)
+        variables |= gpus.chosen(own) if per_node else node_gpus.HIDDEN
     return variables

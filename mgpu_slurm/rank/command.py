@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import os
+import select
 import shutil
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Collection, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 
-from mgpu_slurm.core import log_lines, retry
+from mgpu_slurm.core import log_lines, retry, torch_versions
 from mgpu_slurm.core.processes import SignalWitness, adopt_orphans, children, tell
 from mgpu_slurm.rank.rank_info import Rank
-from mgpu_slurm.request.spec import (
-    Spec,
-)
+from mgpu_slurm.request.spec import TERMINATED_EXIT_CODE, Spec
 
 PATIENCE_FOR_SIGTERM = 1.0
 """Seconds to wait until this process also receives the SIGTERM that ended its child."""
@@ -31,7 +32,8 @@ def run_command(rank: Rank, command: tuple[str, ...]) -> int:
     """Run a command with the lead signal ignored, because that would kill a script that does not handle it.
 
     Under the local executor, the command replaces this process. Under srun it is a child process, so that its exit code
-    can be handled here first; a signal that SLURM sends only to this process is passed on to it.
+    can be handled here first; a signal that SLURM sends only to this process is passed on to it. In a container it is a
+    child process too, of rank 0's that serves the rendezvous.
     """
     spec = rank.spec
     lead = signal.Signals[f"SIG{spec.signal}"]
@@ -40,13 +42,17 @@ def run_command(rank: Rank, command: tuple[str, ...]) -> int:
     if program is None:
         log_lines.say(f"command {words[0]!r} {why_not_found(words[0])}", file=sys.stderr)
         os._exit(127)
-    if spec.nodes_are_simulated:
+    if rank.listener is not None:
+        threading.Thread(target=_serve, args=(rank.listener,), name="rendezvous", daemon=True).start()
+    if spec.nodes_are_simulated and spec.container is None:
         os.execv(program, words)
     heard: list[int] = []
     # a handler, because a child would inherit an ignored signal
     signal.signal(signal.SIGTERM, lambda signum, frame: heard.append(signum))
     adopt_orphans()
     witness = SignalWitness()
+    if heard:
+        return _ended_on_request(rank)
     child = subprocess.Popen(words, executable=program)
 
     def pass_on(signum: int, frame: FrameType | None) -> None:
@@ -59,20 +65,36 @@ def run_command(rank: Rank, command: tuple[str, ...]) -> int:
     for signum in {lead, *PASSED_ON}:
         signal.signal(signum, pass_on)
     if heard:
-        # the signal came before the command could receive it; Popen.send_signal would reap a child that ended already
-        os.kill(child.pid, signal.SIGTERM)
+        # the signal may have come just before the command existed
+        tell(signal.SIGTERM, [child.pid])
     code = _wait_for(child)
     if code == -signal.SIGTERM and _comes(heard):
         # the SIGTERM ended a shell or launcher, whose children may still save
         with suppress(ChildProcessError):
             while _others(witness):
                 os.wait()
-        if spec.is_queued:
-            # on a non-zero exit code, srun would end the other ranks, which may still save
-            mark = rank.folder.terminated(rank.attempt)
-            retry.for_the_disk(mark.touch, mark)
-            return 0
+        return _ended_on_request(rank)
     return 128 - code if code < 0 else code
+
+
+def _ended_on_request(rank: Rank) -> int:
+    """Return the exit code of a command that a SIGTERM has ended, or that was not started because of one."""
+    if not rank.spec.is_queued:
+        return TERMINATED_EXIT_CODE
+    # on a non-zero exit code, srun would end the other ranks, which may still save
+    mark = rank.folder.terminated(rank.attempt)
+    retry.for_the_disk(mark.touch, mark)
+    return 0
+
+
+def _serve(descriptor: int) -> None:
+    """Serve the store of the ranks on a bound socket, once one connects: a command may not use torch."""
+    listener = socket.socket(fileno=descriptor)
+    select.select([listener], [], [])
+    store = torch_versions.serve_store(listener)
+    threading.Event().wait()
+    # kept until the end of the process
+    del store
 
 
 def _others(witness: SignalWitness) -> list[int]:
@@ -100,12 +122,13 @@ def _wait_for(child: subprocess.Popen[bytes]) -> int:
 def program_of(spec: Spec, command: Sequence[str]) -> tuple[str | None, list[str]]:
     """Return the path of a command's program, or None if it does not exist, and the arguments including its name."""
     name, *arguments = command
+    python = spec.python if spec.container is None else sys.executable
     if name in ("python", "python3"):
         # the interpreter of the submission, not the first one on the node's PATH; by its full path, from which it
         # finds its environment
-        name = spec.python
+        name = python
     # programs such as accelerate are next to the interpreter, even if its environment is not on PATH
-    return shutil.which(name) or shutil.which(name, path=str(Path(spec.python).parent)), [name, *arguments]
+    return shutil.which(name) or shutil.which(name, path=str(Path(python).parent)), [name, *arguments]
 
 
 def why_not_found(name: str) -> str:

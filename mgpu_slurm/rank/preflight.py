@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from mgpu_slurm.core import interpreter, log_lines
+from mgpu_slurm.core import interpreter, log_lines, node_gpus
 from mgpu_slurm.core.files import append_jsonl, read_json
 from mgpu_slurm.core.formatting import counted
 from mgpu_slurm.core.hostlist import ranges
@@ -48,14 +48,31 @@ def warnings_at_start(spec: Spec, folder: RunFolder, facts: RankInfo) -> list[st
     found = []
     if facts.rank == 0:
         found.append(setup_warning(os.environ.get(SETUP_FAILED_VARIABLE)))
-    if not spec.nodes_are_simulated and facts.local_rank == 0:
+    # a container has packages of its own
+    if not spec.nodes_are_simulated and facts.local_rank == 0 and spec.container is None:
         # with simulated nodes, a rank is a fork of the process that the submission started
         found.append(version_warning(*versions(folder)))
     asked = spec.resources.cpus_per_task
     if asked is not None:
         ranks = facts.world_size if spec.nodes_are_simulated else facts.local_world_size
         found.append(cores_warning(asked, ranks, cores(), cores_of_machine()))
+    found.append(instances_warning(spec.resources.gpus_per_node, spec.resources.ranks_per_node, os.environ))
     return [warning for warning in found if warning is not None]
+
+
+def instances_warning(asked: int | None, ranks_on_node: int, environ: Mapping[str, str]) -> str | None:
+    """Warn of MIG instances that no rank can use.
+
+    Args:
+        asked: GPUs per node.
+    """
+    found = node_gpus.visible(environ)
+    if found is None or not found.are_instances or (asked or 0) <= ranks_on_node:
+        return None
+    return (
+        f"requested {counted(asked or 0, 'MIG instance')} for {counted(ranks_on_node, 'rank')} of a node, but CUDA uses"
+        " one for each process: request as many ranks (--ntasks-per-node), or a larger instance"
+    )
 
 
 def setup_warning(failed: str | None) -> str | None:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from mgpu_slurm.core import node_gpus
 from mgpu_slurm.core.errors import UserError
 from mgpu_slurm.core.hostlist import expand, expand_counts
 from mgpu_slurm.core.processes import cores, cores_of_machine
@@ -133,6 +134,7 @@ def choose_device(facts: RankInfo) -> torch.device:
     A rank that sees one GPU uses that one, whatever its local rank, because some sites bind GPUs to tasks. If several
     trials share the GPU, it may use its part of the memory.
     """
+    use_own_gpus(facts)
     import torch
 
     device = own_devices(facts)[0]
@@ -144,6 +146,14 @@ def choose_device(facts: RankInfo) -> torch.device:
             context = CONTEXT_BYTES / torch.cuda.get_device_properties(device).total_memory
             torch.cuda.set_per_process_memory_fraction(max(share - context, share / 2), device)
     return device
+
+
+def use_own_gpus(facts: RankInfo) -> None:
+    """Change the variables of GPUs where this rank would use another one's otherwise (MIG), or none.
+
+    CUDA and HIP read them when a process first uses a GPU.
+    """
+    os.environ.update(node_gpus.own_variables(os.environ, facts.local_rank, facts.local_world_size))
 
 
 def gpu_facts(device: torch.device) -> dict[str, object]:
@@ -166,13 +176,7 @@ def own_devices(facts: RankInfo) -> list[torch.device]:
     # a launcher that does not say how many ranks there are may start one for each GPU
     is_unknown = "LOCAL_RANK" in os.environ and "LOCAL_WORLD_SIZE" not in os.environ
     ranks = visible if is_unknown else facts.local_world_size
-    return [torch.device("cuda", index) for index in share_of_gpus(facts.local_rank, ranks, visible)]
-
-
-def share_of_gpus(local_rank: int, local_ranks: int, gpus: int) -> list[int]:
-    """Return the indices of a local rank's GPUs; if there are more ranks than GPUs, they share these in turn."""
-    size = max(1, gpus // local_ranks)
-    return [(local_rank * size + index) % gpus for index in range(size)]
+    return [torch.device("cuda", index) for index in node_gpus.share_of_gpus(facts.local_rank, ranks, visible)]
 
 
 def visible_gpus() -> int:
@@ -187,6 +191,12 @@ def gpu_identity(device: torch.device) -> str | None:
     import torch
 
     return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None
+
+
+def gpu_for_nccl(device: torch.device) -> str | None:
+    """Return the GPU behind a device as NCCL sees it, which takes MIG instances for their GPU; None for the CPU."""
+    own = gpu_identity(device)
+    return own and (node_gpus.divided_gpu(os.environ) or own)
 
 
 def visible_gpu_identities() -> list[str]:

@@ -1,9 +1,9 @@
 """All uses of private and undocumented names of torch.
 
-Torch may change these names in any version. This module was written for torch 2.13.0, the only version that all
-tests run with; it aims to work from torch 2.6 on. Its test checks that each name exists. No other module uses one when
-it runs: only for type checkers do they import the store classes from `torch._C`, as torch's hints have them nowhere
-else.
+Torch may change these names in any version. This module was written for torch 2.13.0, and works from torch 2.6 on;
+docs/reference/versions.md lists the versions that are tested. Its test checks that each name exists. Besides
+`wrapper_adapter`, and `core.torch_versions` for older versions, no other module uses one when it runs: only for type
+checkers do they import the store classes from `torch._C`, as torch's hints have them nowhere else.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import importlib
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
@@ -21,7 +21,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
-from torch.nn.parallel import DistributedDataParallel
+
+from mgpu_slurm.core import torch_versions
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -156,38 +157,6 @@ def import_compiler() -> None:
     importlib.import_module("torch._dynamo")
 
 
-def deterministic_options() -> dict[str, Any]:
-    """Return the options of `torch.compile` for code that does not depend on measurements of time."""
-    inductor = importlib.import_module("torch._inductor")
-    # not in torch 2.6
-    return {"deterministic": True} if "deterministic" in inductor.list_options() else {}
-
-
-def begin_sharded(model: Any) -> None:
-    """Initialize what a model sharded by `fully_shard` otherwise initializes in its first forward pass."""
-    model._get_fsdp_state()._lazy_init()
-
-
-def is_sharded_root(part: Any) -> bool | None:
-    """Return whether a module on which `fully_shard` was called is in no other one; None before the first forward
-    pass."""
-    found: bool | None = part._get_fsdp_state()._is_root
-    return found
-
-
-def has_reduce_hook(part: Any) -> bool:
-    """Return whether a job's hook exchanges the gradients of a part of a sharded model once more."""
-    return any(group._all_reduce_hook is not None for group in part._get_fsdp_state()._fsdp_param_groups)
-
-
-def custom_exchanges(part: Any) -> list[Any]:
-    """Return the objects that exchange the parameters and gradients of a part of a sharded model in place of torch's
-    own."""
-    groups = part._get_fsdp_state()._fsdp_param_groups
-    found = [each for group in groups for each in (group._all_gather_comm, group._reduce_scatter_comm)]
-    return [each for each in found if not type(each).__name__.startswith("Default")]
-
-
 def limit_compilers(processes: int) -> None:
     """Compile in this many processes, if torch's compiler was imported before the environment said so."""
     config: Any = sys.modules.get("torch._inductor.config")
@@ -206,8 +175,11 @@ def allow_compilations(number: int, for_each_size: bool) -> None:
     module, with other shapes of inputs, and with and without gradients.
     """
     config = importlib.import_module("torch._dynamo").config
-    config.recompile_limit = _UNLIMITED if for_each_size else config.recompile_limit + number * _COMPILATIONS
-    config.accumulated_recompile_limit = max(config.accumulated_recompile_limit, config.recompile_limit)
+    limit = torch_versions.compilation_limit()
+    new = _UNLIMITED if for_each_size else getattr(config, limit) + number * _COMPILATIONS
+    setattr(config, limit, new)
+    of_all = f"accumulated_{limit}"
+    setattr(config, of_all, max(getattr(config, of_all), new))
 
 
 _COMPILATIONS = 8
@@ -225,7 +197,9 @@ def keep_headers_in(folder: Path) -> None:
 def compile_without_headers() -> None:
     """Do not precompile headers of C++."""
     config: Any = importlib.import_module("torch._inductor.config")
-    config.cpp_cache_precompile_headers = False
+    # torch 2.6 has none
+    if hasattr(config, "cpp_cache_precompile_headers"):
+        config.cpp_cache_precompile_headers = False
 
 
 def is_compiling() -> bool:
@@ -235,49 +209,30 @@ def is_compiling() -> bool:
     `torch.compiler.reset` forgets them.
     """
     handler = getattr(sys.modules.get("torch._dynamo.callback"), "callback_handler", None)
-    return bool(getattr(handler, "_CompilationCallbackHandler__pending_callbacks_counter", 0))
+    if handler is None:
+        return False
+    if not hasattr(handler, _COUNTER):
+        _count_compilations(handler)
+    return bool(getattr(handler, _COUNTER))
 
 
-def stop_buffer_sync(model: DistributedDataParallel) -> None:
-    """Stop DDP from broadcasting rank 0's buffers in each forward pass. It has done so once, when it was created.
-
-    The argument for this, `forward_sync_buffers`, is not in torch 2.11. The older `broadcast_buffers` would also leave
-    out the first broadcast, but the attribute of that name only concerns the forward pass, in all versions.
-    """
-    model.broadcast_buffers = False
+_COUNTER = "_CompilationCallbackHandler__pending_callbacks_counter"
 
 
-def has_exchange_hook(model: DistributedDataParallel) -> bool:
-    """Return whether a hook exchanges the gradients of a DDP model."""
-    return bool(model._comm_hooks)
+def _count_compilations(handler: Any) -> None:
+    """Count them as later versions do; torch 2.6 does not."""
+    setattr(handler, _COUNTER, 0)
 
+    def counting(run: Callable[[], None], change: int) -> Callable[[], None]:
+        def counted() -> None:
+            # one that began before this has only an end
+            setattr(handler, _COUNTER, max(0, getattr(handler, _COUNTER) + change))
+            run()
 
-def refuse_unfinished_exchange(model: DistributedDataParallel) -> None:
-    """Check that the last backward pass exchanged all gradients, as DDP itself does in the next forward pass.
+        return counted
 
-    Raises:
-        RuntimeError: it left out parameters.
-    """
-    model._check_reducer_finalized()  # type: ignore[no-untyped-call]
-
-
-def renew_exchange(model: DistributedDataParallel, **options: Any) -> None:
-    """Make DDP exchange the gradients of the parameters that require them now, as if it had just been created.
-
-    Hooks registered by `register_comm_hook` remain, with their state.
-
-    Args:
-        options: those that it was created with.
-    """
-    # frees its buckets before others are allocated
-    del model.reducer, model.logger
-    fresh = DistributedDataParallel(model.module, process_group=model.process_group, init_sync=False, **options)
-    for hook, state in model._comm_hooks:
-        fresh.register_comm_hook(state, hook)
-    # keep the hooks of the module, and whether it is under `no_sync` or `join`
-    kept = {*vars(nn.Module()), "require_backward_grad_sync", "_join_config"}
-    vars(model).update({name: value for name, value in vars(fresh).items() if name not in kept})
-    stop_buffer_sync(model)
+    handler.run_start_callbacks = counting(handler.run_start_callbacks, 1)
+    handler.run_end_callbacks = counting(handler.run_end_callbacks, -1)
 
 
 def registered(module: nn.Module, name: str) -> Any:
@@ -368,9 +323,7 @@ def gloo_group(store: Store, name: str, ranks: list[int], rank: int, timeout: ti
     """
     prefixed = PrefixStore(name, store)
     group: Any = dist.ProcessGroupGloo(prefixed, ranks.index(rank), len(ranks), timeout)
-    # what flight recorders note of it
-    group.options.group_name = name
-    group.options.global_ranks_in_group = ranks
+    torch_versions.name_group(group, name, ranks)
     return group
 
 

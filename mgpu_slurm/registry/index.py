@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import grp
 import os
+import stat
 import tempfile
 from pathlib import Path
 
@@ -71,6 +73,25 @@ def make_writable(folder: Path) -> None:
 
 
 # -- the owner of a run, and who may read or change it
+
+
+def is_open_to_replacement(runs: Path) -> bool:
+    """Return whether other users can write to a folder of runs, and put their own in the place of someone's run.
+
+    A group that has the name of the owner is theirs alone, as `useradd` makes it.
+    """
+    found = runs.stat()
+    if found.st_mode & stat.S_ISVTX:
+        return False
+    is_shared = found.st_mode & stat.S_IWGRP and _name_of_group(found.st_gid) != files.name_of_owner(runs)
+    return bool(is_shared or found.st_mode & stat.S_IWOTH)
+
+
+def _name_of_group(number: int) -> str | None:
+    try:
+        return grp.getgrgid(number).gr_name
+    except KeyError:
+        return None
 
 
 def check_may_change(folder: RunFolder, what: str) -> None:

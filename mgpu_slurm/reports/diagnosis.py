@@ -15,7 +15,7 @@ from mgpu_slurm.core.files import end_of, read_json
 from mgpu_slurm.core.formatting import counted, first_line, program, short_path, time_of
 from mgpu_slurm.core.hostlist import ranges
 from mgpu_slurm.registry import dependencies, sweep_state
-from mgpu_slurm.reports import attempts, flight_records, sweep_status
+from mgpu_slurm.reports import attempts, flight_records, sweep_status, waiting
 from mgpu_slurm.request.spec import Spec, read_spec
 from mgpu_slurm.run_folder import failures, records, states
 from mgpu_slurm.run_folder.failures import Cause
@@ -253,8 +253,9 @@ def facts(folder: RunFolder, state: RunState) -> dict[str, Any]:
     """Return the machine-readable diagnosis."""
     found = why(folder, state)
     before = [asdict(each) for each in attempts.before(folder, _waits(state, found))]
+    wait = waiting.wait_of(folder, state)
     known = {"run": state.run, "state": state.state, "reason": state.reason, "before": before}
-    return known | {"why": None if found is None else _facts(found)}
+    return known | {"why": found and _facts(found), "waits": wait and asdict(wait)}
 
 
 def _facts(found: Why) -> dict[str, Any]:
@@ -279,6 +280,9 @@ def lines(folder: RunFolder, state: RunState) -> Iterator[str]:
         else:
             yield "it has not started yet" + (f" (queued since {at:%Y-%m-%d %H:%M:%S})" if at is not None else "")
         yield from warned
+        if (wait := waiting.wait_of(folder, state)) is not None:
+            yield f"waits     {wait.words}"
+            yield f"fix       {wait.fix}"
         return
     if found.line is not None:
         yield f"line      {found.line}"

@@ -26,7 +26,13 @@ Values = dict[str, tuple[Any, Any]]
 
 _OF_ONE_RUN = ("run", "config", "config_base", "submitted", "python", "project", "tasks", "after", "kind", "at_once")
 """Fields of a request that say nothing of what the run does, or are compared by themselves."""
-_OPTIONS = {"lead": "--signal @SECONDS", "sinks": "--sink", "stuck_after": "--stuck-after MINUTES"} | {
+_OPTIONS = {
+    "lead": "--signal @SECONDS",
+    "sinks": "--sink",
+    "stuck_after": "--stuck-after MINUTES",
+    "container.image": "--container",
+    "container.mounts": "--mount",
+} | {
     name: f"--{name.replace('_', '-')}"
     for name in ("executor", "signal", "max_requeues", "retries", "profile", "stage", "notify", "cluster")
 }

@@ -8,15 +8,16 @@ import re
 from collections.abc import MutableMapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal
 
-from mgpu_slurm.core.errors import UserError, nearest
+from mgpu_slurm.core.errors import UserError
 from mgpu_slurm.core.files import write_whole
 from mgpu_slurm.request import config as configs
 from mgpu_slurm.request.config import Config
+from mgpu_slurm.request.container import Container
 from mgpu_slurm.request.parallelism import DEFAULT_PARALLELISM, Parallelism
 from mgpu_slurm.request.profile_window import ProfileWindow
-from mgpu_slurm.request.time_limit import parse_time
+from mgpu_slurm.request.resources import Resources
 from mgpu_slurm.run_folder.layout import LONGEST_NAME, RUN_NAME, RunFolder
 from mgpu_slurm.run_folder.notification import check_address
 
@@ -24,8 +25,6 @@ ExecutorName = Literal["slurm", "allocation", "local"]
 Kind = Literal["run", "sweep"]
 Readers = Literal["owner", "group"]
 
-Flags: TypeAlias = dict[str, object]
-"""Resources as a user has named them, by sbatch's long names (`gpus-per-node`); `resources_from` checks them."""
 
 ATTEMPT_VARIABLE = "MGPU_ATTEMPT"
 """The number of the attempt, from 1, in the environment of every rank."""
@@ -54,57 +53,7 @@ TERMINATED_EXIT_CODE = 143
 SEED_PLACE = "{seed}"
 """Placeholder for the seed in a command that runs with several seeds."""
 
-_SEEDS = re.compile(r"(?P<runs>[1-9]\d*)(?:%(?P<at_once>[1-9]\d*))?")
-
-
-@dataclass(frozen=True)
-class Resources:
-    """The resources requested from the cluster, named as in sbatch; None is not sent to SLURM."""
-
-    nodes: int = 1
-    ntasks_per_node: int | None = None
-    gpus_per_node: int | None = None
-    cpus_per_task: int | None = None
-    mem: str | None = None
-    time: str | None = None
-    """As typed, in sbatch's format."""
-    partition: str | None = None
-    account: str | None = None
-    qos: str | None = None
-    constraint: str | None = None
-    exclude: str | None = None
-    nodelist: str | None = None
-    reservation: str | None = None
-    sbatch: dict[str, str] = field(default_factory=dict)
-    """Other options of sbatch by their long names; an empty value is a flag without one."""
-
-    def __post_init__(self) -> None:
-        for name, least in (("nodes", 1), ("ntasks_per_node", 1), ("gpus_per_node", 0), ("cpus_per_task", 1)):
-            value = getattr(self, name)
-            if value is not None and value < least:
-                flag = name.replace("_", "-")
-                raise UserError(f"--{flag} {value}: expected a whole number of at least {least}")
-        if self.time is not None:
-            parse_time(self.time)
-
-    @property
-    def time_limit(self) -> int | None:
-        """Seconds, or None if no limit was requested."""
-        return None if self.time is None else parse_time(self.time)
-
-    @property
-    def ranks_per_node(self) -> int:
-        """One rank per GPU by default; one without GPUs."""
-        return self.ntasks_per_node or self.gpus_per_node or 1
-
-    @property
-    def ranks(self) -> int:
-        return self.nodes * self.ranks_per_node
-
-    @property
-    def gpus(self) -> int:
-        """GPUs of all nodes together; 0 if none were requested."""
-        return self.nodes * (self.gpus_per_node or 0)
+_SEEDS = re.compile(r"(?P<runs>[1-9][0-9]{0,9})(?:%(?P<at_once>[1-9][0-9]{0,9}))?")
 
 
 @dataclass(frozen=True)
@@ -202,6 +151,8 @@ class Spec:
     rename: dict[str, str | None] = field(default_factory=dict)
     """This cluster's form of an sbatch flag; None omits the flag. See `submission.cluster_file`."""
     environment: dict[str, str] = field(default_factory=dict)
+    container: Container | None = None
+    """What ranks run in; None for the nodes' own system."""
     readable_by: Readers = "owner"
     project: str = ""
     """The folder of which the snapshot was taken."""
@@ -310,41 +261,6 @@ def check_run_name(name: str) -> None:
             f"run name {name!r}: use letters, digits, '.', '_' and '-'"
             f" (at most {LONGEST_NAME} with the time appended, starting with a letter or digit)"
         )
-
-
-def sbatch_pairs(items: tuple[str, ...]) -> dict[str, str]:
-    """Return `--sbatch KEY=VALUE` options as a mapping; `KEY` alone is a flag without a value."""
-    pairs: dict[str, str] = {}
-    for item in items:
-        key, _, value = item.removeprefix("--").partition("=")
-        if not re.fullmatch(r"[a-z][a-z0-9-]*", key):
-            raise UserError(
-                f"--sbatch {item!r}: expected KEY=VALUE with a long option of sbatch, for example mail-type=END"
-            )
-        own = {name.replace("_", "-") for name in RESOURCE_FLAGS}
-        if key in own:
-            raise UserError(f"--sbatch {item!r}: write --{key} {value} instead")
-        pairs[key] = value
-    return pairs
-
-
-RESOURCE_FLAGS = tuple(f.name for f in dataclasses.fields(Resources) if f.name != "sbatch")
-
-
-def resources_from(flags: Flags, what: str) -> Resources:
-    """Return resources from their names in a YAML file or a call.
-
-    Raises:
-        UserError: names the first unknown flag or wrong value.
-    """
-    values: Config = {}
-    for key, value in flags.items():
-        name = key.replace("-", "_")
-        if name not in RESOURCE_FLAGS and name != "sbatch":
-            known = [flag.replace("_", "-") for flag in RESOURCE_FLAGS]
-            raise UserError(f"{what}: unknown flag {key!r}{nearest(key, known)}")
-        values[name] = str(value) if name in ("time", "mem") and value is not None else value
-    return configs.fill(Resources, values, what)
 
 
 # -- when a run is restarted: at its time limit, after failures, and without progress

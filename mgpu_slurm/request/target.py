@@ -15,6 +15,7 @@ from typing import Any
 
 from mgpu_slurm.core import interpreter
 from mgpu_slurm.core.errors import UserError, nearest
+from mgpu_slurm.core.files import read_json
 from mgpu_slurm.core.formatting import first_line
 from mgpu_slurm.request import config as configs
 from mgpu_slurm.request.job_function import JobFunction, from_callable
@@ -199,7 +200,8 @@ def _unpickled(spec: Spec, folder: RunFolder) -> JobFunction:
     """Load the job function from its pickle.
 
     Raises:
-        UserError: the pickle belongs to another user, whose code would run when it is loaded.
+        UserError: the pickle belongs to another user, whose code would run when it is loaded, or holds bytecode of
+            another Python.
     """
     _use_snapshot(spec, folder)
     import cloudpickle  # type: ignore[import-untyped]
@@ -209,7 +211,9 @@ def _unpickled(spec: Spec, folder: RunFolder) -> JobFunction:
         owner = os.fstat(file.fileno()).st_uid
         if owner not in (os.geteuid(), os.fstat(1).st_uid):
             raise UserError(f"{str(folder.function)!r} belongs to user {owner}: submit the function yourself")
-        *loaded, types_of_fields = cloudpickle.load(file)
+        data = file.read()
+    _check_bytecode(data, folder)
+    *loaded, types_of_fields = cloudpickle.loads(data)
     configs.resolve_classes(types_of_fields)
     if len(loaded) == 1:
         job: JobFunction = loaded[0]
@@ -217,3 +221,17 @@ def _unpickled(spec: Spec, folder: RunFolder) -> JobFunction:
     # v0.1 stored the function and one config, which was the same for all runs of a group
     function, config = loaded
     return JobFunction(spec.target.label, function, None if isinstance(config, dict) else type(config))
+
+
+def _check_bytecode(pickled: bytes, folder: RunFolder) -> None:
+    """
+    Raises:
+        UserError: the pickle holds bytecode of another Python, which this one may load, and then crash.
+    """
+    submitted, here = read_json(folder.environment), interpreter.python()["version"]
+    there = here if submitted is None else submitted["python"]["version"]
+    if b"CodeType" in pickled and interpreter.numbers(there)[:2] != interpreter.numbers(here)[:2]:
+        raise UserError(
+            f"the function of this run was pickled by Python {there}, and Python {here} cannot run it: use that one,"
+            " or submit a function of a module"
+        )

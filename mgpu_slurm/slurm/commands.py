@@ -13,7 +13,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime, timedelta
 from typing import TypeVar
 
-from mgpu_slurm.core.errors import ClusterError
+from mgpu_slurm.core.errors import ClusterError, UserError
+from mgpu_slurm.core.formatting import printable
+from mgpu_slurm.core.hostlist import expand
 from mgpu_slurm.core.retry import Note, quiet
 
 SQUEUE_TAKES = 10.0
@@ -35,6 +37,12 @@ _UNCUT = {"SLURM_BITSTR_LEN": "0"}
 
 # a value may contain `=` and blanks: the next pair begins with a capital letter
 _PAIR = re.compile(r"(?:^| )([A-Z][\w/:]*)=(.*?)(?= [A-Z][\w/:]*=|$)")
+_NUMBER = re.compile(r"[0-9]{1,18}")
+_TIME_LEFT = re.compile(
+    r"(?:(?P<days>[0-9]{1,9})-)?(?:(?P<hours>[0-9]{1,9}):)?(?P<minutes>[0-9]{1,9}):(?P<seconds>[0-9]{1,9})"
+)
+# of years for which each zone has a time
+_TIME = re.compile(r"(?:19|[2-8][0-9])[0-9]{2}-[0-9]{2}-[0-9]{2}T[0-9]{2}:[0-9]{2}:[0-9]{2}(?:\.[0-9]{1,6})?")
 _NOTHING = ("", "N/A", "NONE", "None", "Unknown", "(null)", "None assigned")
 
 LOST, UNREACHED, BUSY = "lost", "unreached", "busy"
@@ -125,8 +133,6 @@ def run(command: list[str], timeout: float = 30) -> str:
             command,
             stdin=subprocess.DEVNULL,
             capture_output=True,
-            encoding="utf-8",
-            errors="replace",
             env=_query_environment(os.environ),
             timeout=timeout,
             check=False,
@@ -138,13 +144,18 @@ def run(command: list[str], timeout: float = 30) -> str:
     except OSError as error:
         raise ClusterError(f"{name} cannot be started: {error.strerror}") from None
     if done.returncode != 0:
-        said = done.stderr or done.stdout
+        said = _text(done.stderr or done.stdout)
         message = f"{name} failed (exit code {done.returncode}): {error_line(said)}"
         if "Invalid job id specified" in said:
             raise JobNotFound(message)
         request = passing(said)
         raise ClusterError(message) if request is None else SlurmUnavailable(message, request)
-    return done.stdout
+    return _text(done.stdout)
+
+
+def _text(output: bytes) -> str:
+    """Return output in which each line is one of SLURM's: names may contain other characters that end lines."""
+    return printable(output.decode(errors="replace"))
 
 
 def passing(text: str) -> str | None:
@@ -166,7 +177,7 @@ def _query_environment(environ: Mapping[str, str]) -> dict[str, str]:
 
 def error_line(text: str) -> str:
     """Return the first line that is an error, or at least SLURM's, skipping a site's banners; else the first line."""
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    lines = [line.strip() for line in printable(text).splitlines() if line.strip()]
     for form in (r"s\w+: (error|fatal): ", r".*error:", r"s\w+: "):
         if found := next((line for line in lines if re.match(form, line)), None):
             return found
@@ -247,8 +258,7 @@ def time_left_command(job_id: str) -> list[str]:
 
 def parse_time_left(output: str) -> int | None:
     """Return the seconds left; None if a job has no limit."""
-    form = r"(?:(?P<days>\d+)-)?(?:(?P<hours>\d+):)?(?P<minutes>\d+):(?P<seconds>\d+)"
-    match = re.fullmatch(form, output.strip())
+    match = _TIME_LEFT.fullmatch(output.strip())
     if match is None:
         return None
     days, hours, minutes, seconds = (int(part or 0) for part in match.groups())
@@ -272,6 +282,10 @@ def requeue_command(job_id: str) -> list[str]:
     return ["scontrol", "requeue", job_id]
 
 
+MEGABYTES = {"": 1.0, "K": 1 / 1024, "M": 1.0, "G": 1024.0, "T": 1024.0**2, "P": 1024.0**3}
+"""SLURM's units of memory; without one, a number is in megabytes."""
+
+
 def value_of(field: str) -> str | None:
     """Return the field, or None if it is one of SLURM's words for an empty value."""
     field = field.strip()
@@ -280,11 +294,31 @@ def value_of(field: str) -> str | None:
 
 def time_of(field: str) -> str | None:
     """Return a time as SLURM prints it, or None if the field is not a time."""
+    field = field.strip()
+    if not _TIME.fullmatch(field):
+        return None
     try:
-        datetime.fromisoformat(field.strip())
+        datetime.fromisoformat(field)
     except ValueError:
         return None
-    return field.strip()
+    return field
+
+
+def number_of(field: str) -> int | None:
+    """Return a number as SLURM prints it, or None if the field is not one, or longer than any of SLURM's."""
+    return int(field) if _NUMBER.fullmatch(field.strip()) else None
+
+
+def nodes_in(text: str) -> list[str]:
+    """Return the names in a list of nodes as SLURM prints it.
+
+    Raises:
+        ClusterError: it cannot be read.
+    """
+    try:
+        return expand(value_of(text) or "")
+    except UserError as error:
+        raise ClusterError(f"cannot read what SLURM shows: {error}") from None
 
 
 def pairs_in(line: str) -> dict[str, str]:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from mgpu_slurm.core.errors import ClusterError
-from mgpu_slurm.core.hostlist import MAX_HOSTS, expand
+from mgpu_slurm.core.hostlist import MAX_HOSTS
 from mgpu_slurm.core.retry import Note, quiet
 from mgpu_slurm.run_folder import states
 from mgpu_slurm.slurm import commands
@@ -18,13 +18,14 @@ _SHOWN = ("JobState", "SubmitTime", "Restarts", "StartTime", "EndTime", "JobName
 """The same fields in `scontrol show job`, after the id."""
 
 _ID = re.compile(
-    r"(?P<job>\d+)"
+    r"(?P<job>\d{1,18})"
     r"(?:\+\d+)?"  # a component of a heterogeneous job
-    r"(?:_(?:(?P<task>\d+)|\*|\[(?P<tasks>[^\[\]\s]*)\]))?"
-    r"(?:%A?\d+)?"  # the limit on an array's simultaneous tasks, which may also be inside the brackets
+    r"(?:_(?:(?P<task>\d{1,18})|\*|\[(?P<tasks>[^\[\]\s]*)\]))?"
+    r"(?:%A?\d+)?",  # the limit on an array's simultaneous tasks, which may also be inside the brackets
+    re.ASCII,
 )
 _LIMIT = re.compile(r"%A?\d+$")
-_TASKS = re.compile(r"(?P<first>\d+)(?:-(?P<last>\d+)(?::(?P<step>\d+))?)?")
+_TASKS = re.compile(r"(?P<first>\d{1,18})(?:-(?P<last>\d{1,18})(?::(?P<step>\d{1,18}))?)?", re.ASCII)
 
 _told: set[str] = set()
 """Unreadable lines that this process has reported, with all numbers replaced by 0."""
@@ -71,6 +72,8 @@ def _tasks(text: str) -> list[int]:
             first = int(found["first"])
             last = min(int(found["last"] or first), first + MAX_HOSTS)
             numbers += range(first, last + 1, int(found["step"] or 1) or 1)
+        if len(numbers) > MAX_HOSTS:
+            break
     return numbers
 
 
@@ -111,7 +114,7 @@ def _queued_jobs(
         end=commands.time_of(end),
         name=name.strip(),
         submit=commands.time_of(submit),
-        restarts=int(restarts) if restarts.strip().isdigit() else 0,
+        restarts=commands.number_of(restarts) or 0,
     )
     return [replace(facts, job_id=job_id) for job_id in ids_in(job_ids)]
 
@@ -172,6 +175,38 @@ def shown(job_id: str) -> list[QueuedJob] | None:
         return None
 
 
+@dataclass(frozen=True)
+class RunningJob:
+    """A running job of a user, as far as limits count it."""
+
+    job_id: str
+    qos: str
+    account: str
+    left: str
+    """Time left, as SLURM prints it."""
+    name: str
+
+    @property
+    def words(self) -> str:
+        return f"{self.name} (job {self.job_id}, {self.left} left)"
+
+
+def running_command(user: str) -> list[str]:
+    """Return the command that lists the running jobs of a user."""
+    fields = ",".join(f"{field}:|" for field in ("JobArrayID", "QOS", "Account", "TimeLeft", "Name"))
+    return ["squeue", "--noheader", "--states=RUNNING", f"--user={user}", "-O", fields]
+
+
+def parse_running(output: str) -> list[RunningJob]:
+    """Return the jobs, skipping a site's banners."""
+    rows = [line.split("|", 4) for line in output.splitlines()]
+    return [
+        RunningJob(job_id, qos, account, left, name.removesuffix("|"))
+        for job_id, qos, account, left, name in (row for row in rows if len(row) == 5)
+        if ids_in(job_id)
+    ]
+
+
 def place_command(job_id: str) -> list[str]:
     return ["squeue", "--noheader", "--states=RUNNING", f"--jobs={job_id}", "-o", "%A|%N"]
 
@@ -180,8 +215,8 @@ def parse_place(output: str) -> tuple[str, list[str]] | None:
     """Return a running job's own id, even if it is a task of an array, and its nodes; None if no job is running."""
     for line in output.splitlines():
         job_id, bar, nodes = line.strip().partition("|")
-        if bar and job_id.isdigit() and nodes:
-            return job_id, expand(nodes)
+        if bar and commands.number_of(job_id) is not None and nodes:
+            return job_id, commands.nodes_in(nodes)
     return None
 
 

@@ -22,11 +22,13 @@ from pathlib import Path
 
 from mgpu_slurm.core.errors import ClusterError
 from mgpu_slurm.core.files import sync_folder
+from mgpu_slurm.core.formatting import printable
 from mgpu_slurm.request.spec import Spec
 from mgpu_slurm.run_folder import records
 from mgpu_slurm.run_folder.layout import RunFolder
 from mgpu_slurm.slurm import commands
 from mgpu_slurm.slurm.commands import Patience
+from mgpu_slurm.slurm.pending import limits
 
 TIME_LIMIT = 60
 """Seconds that sbatch may take to answer; it is terminated after that."""
@@ -38,7 +40,7 @@ _NOT_STARTED = (126, 127)
 _TIMED_OUT = 124
 _WRONG_OPTION = 255
 _START = re.compile(r"Job \d+ to start at (?P<at>\S+) .*on (?:nodes )?(?P<nodes>\S+) in partition (?P<partition>\S+)")
-_ANSWER = re.compile(r"\s*(?P<id>\d+)(?:;\S+)?\s*")
+_ANSWER = re.compile(r"\s*(?P<id>[0-9]{1,18})(?:;\S+)?\s*")
 
 
 class MayBeQueued(ClusterError):
@@ -116,7 +118,9 @@ def failure(code: int, output: str) -> ClusterError:
         return commands.SlurmUnavailable(f"sbatch was killed by {_signal_name(abs(code) % 128)}")
     request = commands.passing(output)
     if request is None:
-        return ClusterError(f"sbatch refused the job: {said}")
+        # a limit is named by the reason of a job that waits for it
+        meaning = limits.named_by(said.rpartition(": ")[2])
+        return ClusterError(f"sbatch refused the job: {said}" + (f": {meaning.words}" if meaning else ""))
     return commands.SlurmUnavailable(f"sbatch got no answer: {said}", request)
 
 
@@ -324,8 +328,8 @@ def start_in(output: str) -> Start:
     Raises:
         ClusterError: the output has another form.
     """
-    found = _START.search(output)
-    if found is None:
-        raise ClusterError(f"cannot parse the output of sbatch --test-only: {commands.error_line(output)}")
-    at = datetime.fromisoformat(found["at"]).astimezone().isoformat()
-    return Start(at, found["nodes"], found["partition"])
+    found = _START.search(printable(output))
+    at = commands.time_of(found["at"]) if found is not None else None
+    if found is None or at is None:
+        raise ClusterError(f"cannot parse the output of sbatch --test-only: {commands.error_line(output)[:200]}")
+    return Start(datetime.fromisoformat(at).astimezone().isoformat(), found["nodes"], found["partition"])

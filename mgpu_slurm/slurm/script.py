@@ -14,7 +14,9 @@ from pathlib import Path
 from mgpu_slurm.core import interpreter
 from mgpu_slurm.core.errors import UserError
 from mgpu_slurm.core.hostlist import ranges
-from mgpu_slurm.request.spec import RESOURCE_FLAGS, SETUP_FAILED_VARIABLE, Spec
+from mgpu_slurm.request import rank_command
+from mgpu_slurm.request.resources import RESOURCE_FLAGS
+from mgpu_slurm.request.spec import SETUP_FAILED_VARIABLE, Spec
 from mgpu_slurm.run_folder.layout import RunFolder
 from mgpu_slurm.slurm import sbatch
 
@@ -84,7 +86,7 @@ def _options(
         yield "ntasks-per-node", str(asked.ranks_per_node)
     # sites refuse the flag on nodes without GPUs, whatever its value
     if asked.gpus_per_node:
-        yield "gpus-per-node", str(asked.gpus_per_node)
+        yield "gpus-per-node", asked.gpus_as_requested
     if asked.cpus_per_task is not None:
         yield "cpus-per-task", str(asked.cpus_per_task)
     for name in ("mem", "time", "partition", "account", "qos", "constraint", "exclude", "nodelist", "reservation"):
@@ -154,7 +156,8 @@ def _body(spec: Spec, folder: RunFolder, token: str, array: Array | None) -> Ite
     batch = interpreter.command(spec.python, "mgpu_slurm.job", "batch")
     # distinguishes the ranks' steps from others, such as those of `shell`
     name = f"--job-name={spec.run}"
-    yield f'exec {shlex.join(batch)} "$run" --token "$mgpu_token" -- {shlex.join(ranks_command(spec, [name]))} "$run"'
+    ranks = shlex.join(ranks_command(spec, folder, [name]))
+    yield f'exec {shlex.join(batch)} "$run" --token "$mgpu_token" -- {ranks} "$run"'
 
 
 def preparation(spec: Spec) -> Iterator[str]:
@@ -177,16 +180,17 @@ def _place(folder: RunFolder, array: Array | None) -> str:
     return f"{shlex.quote(str(folder.tasks))}/{task}"
 
 
-def ranks_command(spec: Spec, options: Sequence[str] = ()) -> list[str]:
+def ranks_command(spec: Spec, folder: RunFolder, options: Sequence[str] = ()) -> list[str]:
     """Return the command that starts the ranks with srun; the caller appends the run's folder.
 
     Args:
+        folder: the run or its group.
         options: further options of srun.
     """
     # ALL: a site may set --export=NONE. kill: the other ranks would hang in their collectives until the time limit
     srun = ["srun", *options, "--export=ALL", "--kill-on-bad-exit=1"]
     srun += [f"--nodes={spec.resources.nodes}", f"--ntasks-per-node={spec.resources.ranks_per_node}", "--unbuffered"]
-    return [*srun, *interpreter.command(spec.python, "mgpu_slurm.job", spec.rank_part)]
+    return [*srun, *rank_command.srun_options(spec, folder), *rank_command.words(spec, folder, spec.python)]
 
 
 @dataclass(frozen=True)

@@ -12,12 +12,14 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from datetime import datetime
 
-from mgpu_slurm.core.errors import ClusterError
+from mgpu_slurm.core.errors import ClusterError, UserError
+from mgpu_slurm.core.hostlist import expand
 from mgpu_slurm.slurm import commands
 from mgpu_slurm.slurm.commands import pairs_in
 
-_GPUS_OF_NODES = re.compile(r"(?P<partition>[^|*]+)(?P<default>\*?)\|(?P<nodes>\d+)\|(?P<gres>[^|]*)")
+_GPUS_OF_NODES = re.compile(r"(?P<partition>[^|*]+)(?P<default>\*?)\|(?P<nodes>[0-9]+)\|(?P<gres>[^|]*)")
 _CONFIGURATIONS = ("/etc/slurm/slurm.conf", "/run/slurm/conf/slurm.conf")
 """Locations of slurm.conf if `SLURM_CONF` does not name one; if it is elsewhere, the controller is asked."""
 
@@ -62,12 +64,48 @@ class NodeGroup:
 
 @dataclass(frozen=True)
 class Association:
-    """A user's right to use an account, with its limits."""
+    """A user's right to use an account."""
 
     account: str
-    max_jobs: int | None
-    max_submitted: int | None
     qos: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Reservation:
+    """A time for which nodes are kept for others, or for a maintenance."""
+
+    name: str
+    start: datetime
+    """Local time without a zone, as of the end."""
+    end: datetime
+    nodes: str
+    """A host list; empty if it is not about nodes."""
+    is_maintenance: bool
+
+    @property
+    def sentence(self) -> str:
+        what = "a maintenance" if self.is_maintenance else f"reservation {self.name}"
+        return f"{what} from {_minute(self.start)} to {_minute(self.end)} on {self.nodes or 'no nodes'}"
+
+    def shares(self, nodes: str) -> bool:
+        """Return whether it has any of the nodes of a host list."""
+        return bool({*_expanded(self.nodes)} & {*_expanded(nodes)})
+
+    def has_all(self, nodes: str) -> bool:
+        """Return whether it has all nodes of a host list; not of one that is empty."""
+        names = {*_expanded(nodes)}
+        return bool(names) and names <= {*_expanded(self.nodes)}
+
+
+def _minute(time: datetime) -> str:
+    return f"{time:%Y-%m-%d %H:%M}"
+
+
+def _expanded(nodes: str) -> list[str]:
+    """Return the names in a host list; none if it cannot be read."""
+    with contextlib.suppress(UserError):
+        return expand(nodes)
+    return []
 
 
 def config_command() -> list[str]:
@@ -109,13 +147,26 @@ def max_array_size() -> int:
     Raises:
         ClusterError: the controller does not answer.
     """
-    return int(parse_config(commands.run(config_command()))["MaxArraySize"])
+    return array_size_in(commands.run(config_command()))
+
+
+def array_size_in(output: str) -> int:
+    """Return the MaxArraySize in SLURM's settings.
+
+    Raises:
+        ClusterError: it is not among them.
+    """
+    size = commands.number_of(parse_config(output).get("MaxArraySize", ""))
+    if size is None:
+        raise ClusterError("`scontrol show config` shows no MaxArraySize: try again later")
+    return size
 
 
 def parse_ports(text: str) -> range | None:
     """Return the ports of a SrunPortRange; None for `0-0`, an empty range."""
     low, _, high = text.partition("-")
-    return range(int(low), int(high) + 1) if low.isdigit() and high.isdigit() and int(low) else None
+    first, last = commands.number_of(low), commands.number_of(high)
+    return range(first, last + 1) if first and last is not None else None
 
 
 def srun_ports() -> range | None:
@@ -143,7 +194,8 @@ def gpus_in(gres: str) -> int:
     """Return the GPUs in a node's generic resources, such as `gpu:a100:4(S:0-1),nvme:1`."""
     # text in parentheses may contain commas, and `(null)` means none
     parts = [part.split(":") for part in re.sub(r"\([^)]*\)", "", gres).split(",")]
-    return sum(int(part[-1]) if part[-1].isdigit() else 1 for part in parts if part[0] == "gpu")
+    counts = [commands.number_of(part[-1]) for part in parts if part[0] == "gpu"]
+    return sum(1 if count is None else count for count in counts)
 
 
 def gpus_of(groups: Sequence[NodeGroup], partition: str | None) -> int:
@@ -165,8 +217,18 @@ def gpus_per_node(partition: str | None) -> int:
     """
     groups = parse_sinfo(commands.run(sinfo_command(partition)))
     if partition is not None and not groups:
-        raise ClusterError(f"--partition {partition}: no such partition; `sinfo` lists them")
+        raise no_such_partition(partition)
     return gpus_of(groups, partition)
+
+
+def no_such_partition(partition: str) -> ClusterError:
+    """Return the error for a partition that does not exist; it names those that do.
+
+    Raises:
+        ClusterError: the cluster does not answer.
+    """
+    names = dict.fromkeys(commands.run(["sinfo", "--noheader", "--all", "-o", "%R"]).split())
+    return ClusterError(f"--partition {partition}: no such partition; there are {', '.join(names) or 'none'}")
 
 
 def version_command() -> list[str]:
@@ -175,7 +237,7 @@ def version_command() -> list[str]:
 
 def parse_version(output: str) -> tuple[int, ...]:
     """Return `(22, 5, 8)` for `slurm 22.05.8`, also in the forms of distributions; empty if there is no version."""
-    match = re.search(r"(\d+)\.(\d+)(?:\.(\d+))?", output)
+    match = re.search(r"([0-9]{1,4})\.([0-9]{1,4})(?:\.([0-9]{1,4}))?", output)
     return tuple(int(part) for part in match.groups() if part is not None) if match else ()
 
 
@@ -202,7 +264,7 @@ def parse_partitions(output: str, nodes: str) -> list[Partition]:
     by_state: dict[str, Counter[str]] = {}
     gpus: dict[str, set[int]] = {}
     for line in nodes.splitlines():
-        if not re.fullmatch(r"[^|]+\|\d+\|[^|]+\|[^|]*", line):
+        if not re.fullmatch(r"[^|]+\|[0-9]{1,18}\|[^|]+\|[^|]*", line):
             # a site's banner
             continue
         name, count, state, gres = line.split("|")
@@ -224,9 +286,9 @@ def _partition(pairs: dict[str, str], nodes: Counter[str], gpus: tuple[int, ...]
         state=pairs.get("State", "UP"),
         max_time=_limit(pairs.get("MaxTime", "")),
         default_time=_limit(pairs.get("DefaultTime", "")),
-        max_nodes=_number(pairs.get("MaxNodes", "")),
+        max_nodes=commands.number_of(pairs.get("MaxNodes", "")),
         preempt_mode=pairs.get("PreemptMode", "OFF"),
-        grace=_number(pairs.get("GraceTime", "")) or 0,
+        grace=commands.number_of(pairs.get("GraceTime", "")) or 0,
         nodes=nodes,
         gpus_per_node=gpus,
     )
@@ -247,24 +309,35 @@ def accounting_command() -> list[str]:
 
 
 def associations_command(user: str) -> list[str]:
-    fields = "format=Account,MaxJobs,MaxSubmitJobs,QOS"
+    fields = "format=Account,QOS"
     return ["sacctmgr", "--noheader", "--parsable2", "show", "association", "where", f"user={user}", fields]
 
 
 def parse_associations(output: str) -> list[Association]:
+    rows = [line.split("|") for line in output.splitlines() if line.count("|") == 1]
+    return [Association(account, tuple(filter(None, qos.split(",")))) for account, qos in rows]
+
+
+def reservations_command() -> list[str]:
+    return ["scontrol", "show", "reservation", "--oneliner"]
+
+
+def parse_reservations(output: str) -> list[Reservation]:
+    """Return the reservations that have not ended, by their start; a site may hide all but one's own."""
     found = []
     for line in output.splitlines():
-        if line.count("|") != 3:
-            continue
-        account, max_jobs, max_submitted, qos = line.split("|")
-        found.append(
-            Association(account, _number(max_jobs), _number(max_submitted), tuple(filter(None, qos.split(","))))
-        )
-    return found
+        pairs = pairs_in(line)
+        start, end = (commands.time_of(pairs.get(name, "")) for name in ("StartTime", "EndTime"))
+        if "ReservationName" in pairs and start is not None and end is not None:
+            times = datetime.fromisoformat(start), datetime.fromisoformat(end)
+            nodes = commands.value_of(pairs.get("Nodes", "")) or ""
+            is_maintenance = "MAINT" in pairs.get("Flags", "").split(",")
+            found.append(Reservation(pairs["ReservationName"], *times, nodes, is_maintenance))
+    return sorted(found, key=lambda each: each.start)
 
 
-def _number(text: str) -> int | None:
-    return int(text) if text.isdigit() else None
+def partition_command(name: str) -> list[str]:
+    return ["scontrol", "show", "partition", "--oneliner", name]
 
 
 def may_be_requeued(output: str) -> bool | None:

@@ -11,11 +11,13 @@ from mgpu_slurm.slurm import commands
 
 _FIELDS = ("JobID", "Start", "NNodes", "ElapsedRaw", "TotalCPU", "MaxRSS", "TRESUsageInTot")
 
-_STEP = re.compile(r"(?P<job>\d+(?:_\d+)?)\.\d+")
+_STEP = re.compile(r"(?P<job>[0-9]{1,18}(?:_[0-9]{1,18})?)\.[0-9]{1,18}")
 """A step of ranks; the batch step and other steps have names."""
-_SIZE = re.compile(r"(?P<number>\d+(?:\.\d+)?)(?P<unit>[KMGTP]?)[cn]?")
+_SIZE = re.compile(r"(?P<number>[0-9]{1,18}(?:\.[0-9]{1,9})?)(?P<unit>[KMGTP]?)[cn]?")
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40, "P": 1 << 50}
-_CLOCK = re.compile(r"(?:(?P<days>\d+)-)?(?:(?P<hours>\d+):)?(?P<minutes>\d+):(?P<seconds>\d+(?:\.\d+)?)")
+_CLOCK = re.compile(
+    r"(?:(?P<days>[0-9]{1,9})-)?(?:(?P<hours>[0-9]{1,9}):)?(?P<minutes>[0-9]{1,9}):(?P<seconds>[0-9]{1,9}(?:\.[0-9]{1,9})?)"
+)
 
 
 @dataclass(frozen=True)
@@ -56,10 +58,14 @@ def parse_steps(output: str) -> list[AccountedStep]:
         start = commands.time_of(row.get("Start", "")) if match is not None else None
         if match is None or start is None or len(row) < len(_FIELDS):
             continue
-        nodes = int(row["NNodes"] or 1)
+        nodes = commands.number_of(row["NNodes"]) or 1
         used = dict(part.partition("=")[::2] for part in row["TRESUsageInTot"].split(","))
         mem = max(_bytes(used.get("mem", "")) // max(1, nodes), _bytes(row["MaxRSS"]))
-        found.append(AccountedStep(match["job"], start, int(row["ElapsedRaw"] or 0), _seconds(row["TotalCPU"]), mem))
+        found.append(
+            AccountedStep(
+                match["job"], start, commands.number_of(row["ElapsedRaw"]) or 0, _seconds(row["TotalCPU"]), mem
+            )
+        )
     return found
 
 

@@ -8,7 +8,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from mgpu_slurm.core.errors import ClusterError
-from mgpu_slurm.core.hostlist import expand
 from mgpu_slurm.slurm import commands
 from mgpu_slurm.slurm.commands import wait_out
 
@@ -34,10 +33,14 @@ def steps_command(inside: str) -> list[str]:
 
 
 def parse_steps(output: str) -> list[Step]:
-    """Return the steps that srun started, without SLURM's own (`42.extern`, `42.batch`, `42.interactive`)."""
+    """Return the steps that srun started, without SLURM's own (`42.extern`, `42.batch`, `42.interactive`).
+
+    Raises:
+        ClusterError: the nodes of a step cannot be read.
+    """
     rows = [line.strip().split("|", 2) for line in output.splitlines() if line.count("|") >= 2]
     return [
-        Step(step_id, name, tuple(expand(nodes)))
+        Step(step_id, name, tuple(commands.nodes_in(nodes)))
         for step_id, nodes, name in rows
         if step_id.rpartition(".")[2].isdigit()
     ]

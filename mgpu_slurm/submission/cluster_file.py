@@ -17,8 +17,10 @@ from mgpu_slurm.core.errors import UserError, nearest
 from mgpu_slurm.core.formatting import parse_size
 from mgpu_slurm.request import config as configs
 from mgpu_slurm.request.config import Config
+from mgpu_slurm.request.container import Container
 from mgpu_slurm.request.parallelism import SHARDED, Parallelism, Precision, Strategy
-from mgpu_slurm.request.spec import Flags, Readers, resources_from
+from mgpu_slurm.request.resources import Flags, resources_from
+from mgpu_slurm.request.spec import Readers
 from mgpu_slurm.request.time_limit import parse_signal
 
 FILE_NAME = "mgpu.yaml"
@@ -42,6 +44,8 @@ class Cluster:
     """This site's form of a flag, `{}` being its value (`gpus-per-node: "gres=gpu:{}"`); None to leave it out."""
     environment: dict[str, str] = field(default_factory=dict)
     """Environment variables of the ranks."""
+    container: Container | None = None
+    """The image that ranks run in, and how this site runs it; an image alone may be given as a text."""
     readable_by: Readers = "owner"
     signal: str = "USR2"
     """The signal before the time limit, optionally with a lead in seconds: `USR2@120`."""
@@ -192,6 +196,8 @@ def _cluster(name: str, values: Config, what: str) -> Cluster:
         if key not in known:
             raise UserError(f"{what}: unknown key {key!r}{nearest(str(key), known)}")
     given: Config = {key.replace("-", "_"): value for key, value in values.items()}
+    if isinstance(given.get("container"), str):
+        given["container"] = {"image": given["container"]}
     for size in ("snapshot_limit", "gpu_memory"):
         if size in given:
             try:

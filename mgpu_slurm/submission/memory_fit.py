@@ -17,7 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
-from mgpu_slurm.core import interpreter
+from mgpu_slurm.core import interpreter, node_gpus
 from mgpu_slurm.core.errors import UserError
 from mgpu_slurm.core.files import read_json
 from mgpu_slurm.core.formatting import binary_size, counted
@@ -207,7 +207,7 @@ def _plan(folder: RunFolder, rank: int, change: Change) -> MemoryPlan:
     numbers = (str(rank), str(change.limit), str(int(change.recomputes)))
     command = interpreter.command(sys.executable, "mgpu_slurm.training.memory.planning", str(folder.path), *numbers)
     # a compiled model has other activations, which nobody knows before it is compiled for a GPU
-    environment = os.environ | {"TORCHDYNAMO_DISABLE": "1", "CUDA_VISIBLE_DEVICES": "", "WANDB_MODE": "disabled"}
+    environment = os.environ | node_gpus.HIDDEN | {"TORCHDYNAMO_DISABLE": "1", "WANDB_MODE": "disabled"}
     with tempfile.TemporaryFile("w+") as output:
         options: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": output}
         try:

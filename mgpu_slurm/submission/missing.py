@@ -6,13 +6,15 @@ import os
 import re
 import shlex
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from mgpu_slurm.core import interpreter
 from mgpu_slurm.core.errors import UserError
+from mgpu_slurm.core.torch_versions import OLDEST_TORCH
 from mgpu_slurm.request.spec import SEED_PLACE, Spec, Target
 
 _WORDS = re.compile(r"""'([^']+)'|"([^"]+)"|([^\s'",;:()=]+)""")
@@ -94,6 +96,18 @@ def _texts(given: Any, config: Any) -> Iterator[str]:
         yield given
 
 
+def check_torch(spec: Spec, packages: Mapping[str, str]) -> None:
+    """Raise UserError if the ranks of a job function would have a torch that is too old.
+
+    Args:
+        packages: versions of the installed distributions; a cluster's `setup` may bring others.
+    """
+    torch = packages.get("torch")
+    has_own = spec.target.is_command or spec.container is not None or spec.setup
+    if torch is not None and not has_own and interpreter.numbers(torch) < OLDEST_TORCH:
+        raise UserError(f"torch {torch} is too old: install 2.6 or newer, or use a container (--container)")
+
+
 def _words(arguments: list[str]) -> list[str]:
     """Return arguments, and the words of a shell's `-c` text, which may follow other options."""
     texts = [text for option, text in pairwise(arguments) if re.fullmatch(r"-\w*c", option)]
@@ -152,6 +166,8 @@ def _look_for(name: str, spec: Spec, snapshot: Path) -> tuple[str, str | None]:
 
 def _may_come_from_setup(spec: Spec) -> bool:
     """Return whether the job may see other programs than the submitting machine."""
+    if spec.container is not None:
+        return True
     return not spec.nodes_are_simulated and (
         bool(spec.setup) or any("container" in option for option in spec.resources.sbatch)
     )

@@ -10,7 +10,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from mgpu_slurm.core import interpreter
+from mgpu_slurm.core import interpreter, node_gpus
 from mgpu_slurm.core.errors import MgpuError, UserError
 from mgpu_slurm.core.files import read_json
 from mgpu_slurm.request.spec import read_spec
@@ -45,7 +45,7 @@ def export(run: RunFolder, which: str | None, name: str | None, file: Path) -> d
         outcome = Path(folder, "outcome.json")
         words = (str(run.path), which, name or "", str(file.absolute()), str(outcome))
         command = interpreter.command(sys.executable, "mgpu_slurm.training.onnx.onnx_process", *words)
-        environment = os.environ | dict(read_spec(run).environment) | {"CUDA_VISIBLE_DEVICES": ""}
+        environment = os.environ | dict(read_spec(run).environment) | node_gpus.HIDDEN
         done = subprocess.run(
             command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
         )

@@ -25,9 +25,9 @@ from mgpu_slurm.request import job_function
 from mgpu_slurm.request import target as targets
 from mgpu_slurm.request.config import Config
 from mgpu_slurm.request.parallelism import DEFAULT_PARALLELISM, Parallelism
+from mgpu_slurm.request.resources import Flags
 from mgpu_slurm.request.spec import (
     DEFAULT_POLICY,
-    Flags,
     Measurement,
     RestartPolicy,
     Spec,
@@ -41,6 +41,7 @@ from mgpu_slurm.run_folder.layout import RunFolder
 from mgpu_slurm.slurm import sbatch, script
 from mgpu_slurm.slurm.script import Array
 from mgpu_slurm.submission import cluster_file as clusters
+from mgpu_slurm.submission import containers
 from mgpu_slurm.submission.cluster_file import Cluster, ClusterFile
 from mgpu_slurm.submission.project import project_files
 from mgpu_slurm.submission.project.job_config import Completed
@@ -88,6 +89,10 @@ class Request:
     """Runs that have to complete first."""
     after_any: tuple[str, ...] = ()
     """Runs that have to end first, whatever their outcome."""
+    container: str | None = None
+    """An image, or `none`; None for that of the cluster file."""
+    mounts: tuple[str, ...] = ()
+    """What its ranks see besides, as `SOURCE[:TARGET][:ro]`."""
     sinks: tuple[str, ...] = ()
     """Trackers, such as `mlflow=URI`; without any, those of the cluster file."""
     measurement: Measurement | None = None
@@ -215,6 +220,13 @@ def make(request: Request, cwd: Path, runs: Path, note: Note = quiet) -> Plan:
         setup=tuple(chosen.setup),
         rename=chosen.rename,
         environment=chosen.environment,
+        container=containers.decide(
+            request.container,
+            request.mounts,
+            chosen.container,
+            cwd,
+            is_here=executor.is_this_machine or containers.is_on_cluster(),
+        ),
         readable_by=chosen.readable_by,
         project=str(root),
         workdir=_workdir(cwd, root),

@@ -17,15 +17,8 @@ from mgpu_slurm.request import config as configs
 from mgpu_slurm.request.config import Config
 from mgpu_slurm.request.parallelism import DEFAULT_PARALLELISM, Parallelism
 from mgpu_slurm.request.profile_window import ProfileWindow
-from mgpu_slurm.request.spec import (
-    DEFAULT_POLICY,
-    RESOURCE_FLAGS,
-    Flags,
-    RestartPolicy,
-    Spec,
-    read_spec,
-    resources_from,
-)
+from mgpu_slurm.request.resources import RESOURCE_FLAGS, Flags, resources_from
+from mgpu_slurm.request.spec import DEFAULT_POLICY, RestartPolicy, Spec, read_spec
 from mgpu_slurm.request.time_limit import announcement
 from mgpu_slurm.run_folder import layout, records
 from mgpu_slurm.run_folder.layout import RunFolder
@@ -108,7 +101,7 @@ def applied(folder: RunFolder, change: Change) -> Iterator[Spec]:
 
 
 def _with_resources(spec: Spec, given: Flags, parallelism: Parallelism) -> Spec:
-    had: Flags = {name.replace("_", "-"): getattr(spec.resources, name) for name in (*RESOURCE_FLAGS, "sbatch")}
+    had: Flags = {name.replace("_", "-"): spec.resources.value_of(name) for name in (*RESOURCE_FLAGS, "sbatch")}
     resources = resources_from(configs.merge(had, given), "resources")
     lead = spec.lead
     if resources.time != spec.resources.time:

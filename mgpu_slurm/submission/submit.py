@@ -25,12 +25,13 @@ from mgpu_slurm.executors.base import Start
 from mgpu_slurm.executors.selection import EXECUTORS
 from mgpu_slurm.registry import current_state, dependencies, index
 from mgpu_slurm.request import config as configs
+from mgpu_slurm.request.rank_command import PACKAGE
 from mgpu_slurm.request.spec import Spec, read_spec
 from mgpu_slurm.run_folder import layout, records, states
 from mgpu_slurm.run_folder.layout import RunFolder
 from mgpu_slurm.run_folder.record_types import RunState
 from mgpu_slurm.slurm import site
-from mgpu_slurm.submission import missing, plan, resume_overrides
+from mgpu_slurm.submission import containers, missing, plan, resume_overrides
 from mgpu_slurm.submission.plan import Plan, Request
 from mgpu_slurm.submission.project import environment, job_config, snapshot
 from mgpu_slurm.submission.resume_overrides import NO_CHANGE, Change
@@ -73,6 +74,11 @@ def submit(request: Request, note: Note = quiet, add: Addition = nothing) -> Sub
     if not os.environ.get(layout.RUNS_VARIABLE):
         why = "who could replace your runs in it: set MGPU_RUNS to your own folder, or to this one if you trust them"
         files.refuse_foreign_owner(runs, why)
+    if index.is_open_to_replacement(runs):
+        note(
+            f"warning: others can replace runs in {runs}, and so what `status` shows of them:"
+            f" `chmod +t {runs}` leaves each run to its owner"
+        )
     _remove_stale_staging(runs)
     executor = EXECUTORS[made.spec.executor]
     dependency = dependencies.sbatch_option(made.spec.after) if executor.is_queued else ""
@@ -252,7 +258,8 @@ def _remove_stale_staging(runs: Path) -> None:
 
 
 def _complete(made: Plan, request: Request, staging: RunFolder, cwd: Path) -> Plan:
-    """Take the snapshot, complete the config, and write the run's files."""
+    """Check the container, take the snapshot, complete the config, and write the run's files."""
+    checked = containers.check(made.spec, made.folder)
     taken = snapshot.take(
         Path(made.spec.project),
         staging.code,
@@ -264,10 +271,14 @@ def _complete(made: Plan, request: Request, staging: RunFolder, cwd: Path) -> Pl
     spec, notes = missing.resolve_command(made.spec, staging.code)
     made = replace(made, spec=spec)
     facts = environment.describe(taken)
+    missing.check_torch(made.spec, facts.packages)
     given = request.target if callable(request.target) else None
     values = [configs.merge(request.values, probe) for probe in request.probes] or [request.values]
     made = made.with_config(job_config.complete(made.spec, values, staging, cwd, request.check, given))
-    notes += missing.notes_on_config(request.values, made.whole_config, made.spec, staging.code)
+    if spec.container is not None:
+        (staging.package / PACKAGE.name).mkdir(parents=True)
+    notes += [f"container {checked.words}"] if checked is not None else []
+    notes += [*missing.notes_on_config(request.values, made.whole_config, made.spec, staging.code)]
     made = replace(made, notes=(*made.notes, *notes))
     if made.spec.kind == "run":
         made.spec.check_seeds()

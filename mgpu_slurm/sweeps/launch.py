@@ -145,7 +145,8 @@ def _create(sweep: Sweep, values: Config, options: Options, note: Note) -> Start
     if options.dry_run:
         with _naming_seeds(sweep):
             made = submitting.rehearse(request, note, add)
-        return _started(made, sweep, None, _rehearsed(made))
+        script = ["", made.script.rstrip()] if made.spec.is_queued else []
+        return _started(made, sweep, None, [_NOTHING, *script])
     try:
         with _naming_seeds(sweep):
             submission = submitting.submit(request, note, add)
@@ -170,11 +171,10 @@ def _naming_seeds(sweep: Sweep) -> Iterator[None]:
 
 
 def _request(sweep: Sweep, options: Options) -> Request:
-    is_command = bool(sweep.command)
     return Request(
         target=options.function or sweep.job,
         command=sweep.command,
-        values={} if is_command else spaces.nested(sweep.fixed),
+        values={} if sweep.command else spaces.nested(sweep.fixed),
         flags=sweep.flags,
         executor=options.executor,
         cluster=options.cluster,
@@ -182,6 +182,8 @@ def _request(sweep: Sweep, options: Options) -> Request:
         restart=RestartPolicy(stuck_after=sweep.stuck_after),
         parallelism=sweep.parallelism,
         stage=sweep.stage,
+        container=sweep.container,
+        mounts=sweep.mounts,
         sinks=options.sinks,
         workers=sweep.workers_for(sweep.most_at_once),
         probes=_probes(sweep),
@@ -205,10 +207,6 @@ def _probed(change: Change, sweep: Sweep) -> Change:
 def _started(made: Plan, sweep: Sweep, job_id: str | None, more: Sequence[str] = ()) -> Started:
     *first, folder = made.lines()
     return Started(made.folder, made.spec.executor, job_id, [*first, *sweep.lines(), folder, *more])
-
-
-def _rehearsed(made: Plan) -> list[str]:
-    return [_NOTHING, *(["", made.script.rstrip()] if made.spec.is_queued else [])]
 
 
 # -- an existing one

@@ -8,7 +8,8 @@ from dataclasses import replace
 from mgpu_slurm.core.errors import UserError
 from mgpu_slurm.core.formatting import program
 from mgpu_slurm.request.config import Config
-from mgpu_slurm.request.spec import RESOURCE_FLAGS, Resources, RestartPolicy, Spec
+from mgpu_slurm.request.resources import RESOURCE_FLAGS, Resources
+from mgpu_slurm.request.spec import RestartPolicy, Spec
 from mgpu_slurm.submission.resume_overrides import Change
 from mgpu_slurm.sweeps.scheduling import construction
 from mgpu_slurm.sweeps.search import space as spaces
@@ -71,6 +72,12 @@ def check_shares(sweep: Sweep, resources: Resources) -> None:
         )
 
 
+_SAME = (
+    *("job", "command", "metric", "constraints", "fixed", "seeds", "storage", "warm_start", "stage", "container"),
+    "mounts",
+)
+
+
 def refuse_differences(old: Sweep, new: Sweep) -> None:
     """Check that a new file keeps the study's trials comparable.
 
@@ -86,7 +93,7 @@ def refuse_differences(old: Sweep, new: Sweep) -> None:
         told.append(f"sampler was {old.sampler.name} and is {new.sampler.name}")
     if old.pruner != new.pruner and (old.pruner.pauses or new.pruner.pauses) and _steps(old) != _steps(new):
         told.append(f"pruner was {old.pruner.words} and is {new.pruner.words}")
-    for name in ("job", "command", "metric", "constraints", "fixed", "seeds", "storage", "warm_start", "stage"):
+    for name in _SAME:
         before, now = _told(old, name), _told(new, name)
         if before != now:
             told.append(f"{name} was {before} and is {now}")
@@ -149,21 +156,17 @@ def change_of(spec: Spec, old: Sweep, new: Sweep) -> Change:
         UserError: the file no longer sets a resource that it set before, and its new value is unknown.
     """
     before, now = (
-        {name: _of(each.resources, name) for name in RESOURCE_FLAGS} | each.resources.sbatch for each in (old, new)
+        {name: each.resources.value_of(name) for name in RESOURCE_FLAGS} | each.resources.sbatch for each in (old, new)
     )
     for name, value in before.items():
         is_implied = name == "ntasks_per_node" and old.trials_per_worker > 1
         if value is not None and now.get(name) is None and not is_implied:
             flag = name.replace("_", "-")
             raise UserError(f"resources: {flag} was {value} and is missing now: set resources.{flag}={value}")
-    changed = [name for name in new.flags if _of(new.resources, name) != _of(old.resources, name)]
+    changed = [name for name in new.flags if new.resources.value_of(name) != old.resources.value_of(name)]
     stuck_after = None if new.stuck_after == old.stuck_after else new.stuck_after
     flags = {name: new.flags[name] for name in changed}
     if old.trials_per_worker > 1 == new.trials_per_worker and _TASKS not in new.flags:
         # as for a new sweep: one rank for each GPU
         flags[_TASKS] = new.resources.gpus_per_node or spec.resources.gpus_per_node or 1
     return Change(flags=flags, restart=RestartPolicy(stuck_after=stuck_after))
-
-
-def _of(resources: Resources, flag: str) -> object:
-    return getattr(resources, flag.replace("-", "_"))

@@ -6,7 +6,8 @@ import json
 from pathlib import Path
 
 from mgpu_slurm.core.files import complete_lines
-from mgpu_slurm.run_folder.layout import RunFolder, complete_checkpoints
+from mgpu_slurm.run_folder.checkpoint_names import complete_checkpoints
+from mgpu_slurm.run_folder.layout import RunFolder
 from mgpu_slurm.run_folder.record_types import Report, from_known
 
 

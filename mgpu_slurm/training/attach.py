@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 
 from mgpu_slurm.checkpoints import folder as checkpoints
+from mgpu_slurm.core import torch_versions
 from mgpu_slurm.core.errors import ForgeryError
 from mgpu_slurm.core.processes import RUN_VARIABLE, TRIAL_VARIABLE
 from mgpu_slurm.metrics import report_socket
@@ -78,7 +79,7 @@ def _make() -> Run:
     shared = None
     if facts.world_size > 1 and not dist.is_initialized():
         shared = rendezvous.join(facts, device)
-        atexit.register(_destroy_group)
+        atexit.register(torch_versions.destroy_groups)
     address = os.environ.get(report_socket.VARIABLE)
     judge = None if address is None else report_socket.ReportClient(address)
     options = Parallelism(**json.loads(os.environ.get(parallelism.VARIABLE, "{}")))
@@ -170,8 +171,3 @@ def _name_from_rank0(name: str, facts: RankInfo) -> str:
     if not layout.RUN_NAME.fullmatch(told):
         raise ForgeryError(f"rank 0 sent {told!r} as the name of the new run, which is not a valid name")
     return told
-
-
-def _destroy_group() -> None:
-    if dist.is_initialized():
-        dist.destroy_process_group()

@@ -20,7 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mgpu_slurm.core import log_lines, retry
+from mgpu_slurm.core import log_lines, retry, torch_versions
 from mgpu_slurm.core.errors import MgpuError, RunMeasured, RunStopped, UserError
 from mgpu_slurm.core.files import read_json, set_umask_for, write_json, write_whole
 from mgpu_slurm.core.processes import RUN_VARIABLE, allow_many_files
@@ -30,7 +30,7 @@ from mgpu_slurm.job.sampling import node_sampler
 from mgpu_slurm.job.stacks import place_of
 from mgpu_slurm.rank import crash, preflight
 from mgpu_slurm.rank.command import run_command
-from mgpu_slurm.rank.rank_info import Rank, RankInfo, from_slurm, limit_threads
+from mgpu_slurm.rank.rank_info import Rank, RankInfo, from_slurm, limit_threads, use_own_gpus
 from mgpu_slurm.rank.signals import (
     LEAD_SECONDS_VARIABLE,
     LEAD_SIGNAL_VARIABLE,
@@ -146,6 +146,9 @@ def _export(spec: Spec, folder: RunFolder, facts: RankInfo) -> None:
     os.environ.setdefault("PATH", os.defpath)
     os.environ.update(facts.torchrun_variables())
     os.environ.update(spec.environment)
+    # a single one may be a launcher of others
+    if facts.local_world_size > 1:
+        use_own_gpus(facts)
     os.environ[RUN_VARIABLE] = str(folder.path)
     # runs submitted from inside a run are stored next to it, not in its code, which is deleted with it
     if RUNS_VARIABLE not in spec.environment:
@@ -240,8 +243,6 @@ def joined(rank: Rank, device: torch.device | None = None) -> Iterator[torch.dev
     Args:
         device: this rank's device; None to choose it by local rank.
     """
-    import torch.distributed as dist
-
     from mgpu_slurm.rank import rank_info
     from mgpu_slurm.rank.communication import rendezvous
 
@@ -258,8 +259,7 @@ def joined(rank: Rank, device: torch.device | None = None) -> Iterator[torch.dev
             yield device
     finally:
         # an undestroyed group aborts at exit
-        if dist.is_initialized():
-            dist.destroy_process_group()
+        torch_versions.destroy_groups()
 
 
 def staged(spec: Spec) -> AbstractContextManager[None]:

@@ -18,7 +18,8 @@ from mgpu_slurm.data.loaders import Loader
 from mgpu_slurm.metrics.reporter import Reporter
 from mgpu_slurm.rank.communication.collectives import Collectives
 from mgpu_slurm.rank.communication.step_sync import Call
-from mgpu_slurm.run_folder.layout import CheckpointKey, RunFolder
+from mgpu_slurm.run_folder.checkpoint_names import CheckpointKey
+from mgpu_slurm.run_folder.layout import RunFolder
 from mgpu_slurm.training.loop_control import LoopControl
 from mgpu_slurm.training.memory.found_size import FoundSize
 from mgpu_slurm.training.progress import Position

@@ -25,6 +25,7 @@ from tests.chaos.on_slurm import Slurm
 from tests.chaos.rounds import Round, Site
 from tests.chaos.sweep import Sweep
 from tests.chaos.training import LAYOUTS, Training
+from tests.on_slurm import packages
 from tests.on_slurm.cluster import Cluster
 
 ON_SLURM = 6
@@ -42,6 +43,7 @@ def main(words: Sequence[str]) -> int:
     parser.add_argument("--shard", default="1/1", help="K/N: the K-th of N parts of them")
     parser.add_argument("--layout", choices=sorted(LAYOUTS), help="of all trainings, in place of sweeps and copies")
     parser.add_argument("--only", choices=["local", "slurm"], help="those rounds alone")
+    parser.add_argument("--slurm", choices=packages.RELEASES, default=packages.OLDEST, help="the release of SLURM")
     parser.add_argument("--again", type=int, metavar="N", help="do this one round, whatever is known of it")
     parser.add_argument("--table", action="store_true", help="print what is known as a table, and do nothing")
     asked = parser.parse_args(words)
@@ -81,7 +83,7 @@ def do(asked: argparse.Namespace) -> None:
             if asked.only not in (None, "slurm" if is_on_slurm else "local"):
                 continue
             if is_on_slurm and slurm is None:
-                slurm = a_slurm(stack, scratch)
+                slurm = a_slurm(stack, scratch, asked.slurm)
             site: Site = slurm if is_on_slurm and slurm is not None else rounds.Here()
             turn = number // ON_SLURM if is_on_slurm else number - number // ON_SLURM
             faults = rounds.drawn(site, turn, seed)
@@ -100,8 +102,8 @@ def _kind_of(asked: argparse.Namespace, number: int, faults: Sequence[Fault]) ->
     return Sweep if number % SWEEPS_EVERY == SWEEPS_EVERY - 1 and rounds.fit_for_sweeps(faults) else Training
 
 
-def a_slurm(stack: ExitStack, folder: Path) -> Slurm:
-    cluster = stack.enter_context(Cluster.up(folder / "cluster"))
+def a_slurm(stack: ExitStack, folder: Path, release: str) -> Slurm:
+    cluster = stack.enter_context(Cluster.up(folder / "cluster", release=release))
     # SLURM's commands for this process too, which looks at runs without starting the program each time
     os.environ.update(cluster.environ)
     return Slurm(cluster)

@@ -15,7 +15,8 @@ from mgpu_slurm.checkpoints import folder as checkpoints
 from mgpu_slurm.core.files import read_jsonl
 from mgpu_slurm.reports.aggregation import history as histories
 from mgpu_slurm.reports.aggregation import run_sources
-from mgpu_slurm.run_folder import layout, records, states
+from mgpu_slurm.run_folder import records, states
+from mgpu_slurm.run_folder.checkpoint_names import below_checkpoints, checkpoint_step, complete_checkpoints
 from tests.chaos.faults import Fault
 from tests.chaos.job import SAMPLES, SAVE_EVERY, STEPS_OF_EPOCH
 from tests.chaos.training import Trained, Training
@@ -139,13 +140,13 @@ def _of_checkpoints(trained: Trained, last: int) -> Iterator[str]:
         last: the step at the end.
     """
     run = trained.folder
-    found = layout.complete_checkpoints(run)
+    found = complete_checkpoints(run)
     for path in found:
         if (problem := checkpoints.problem(path, range(trained.world_size))) is not None:
             yield f"{path.name}: {problem}"
-    if not found or layout.checkpoint_step(found[-1]) != last:
+    if not found or checkpoint_step(found[-1]) != last:
         yield f"the newest checkpoint is {found[-1].name if found else 'none'}"
-    if torn := [path.name for path in layout.below_checkpoints(run) if path.name.startswith(".")]:
+    if torn := [path.name for path in below_checkpoints(run) if path.name.startswith(".")]:
         yield f"parts of checkpoints are left: {' '.join(torn)}"
     if (run.checkpoints / checkpoints.BEST).resolve() not in found:
         yield "the link to the best checkpoint leads nowhere"

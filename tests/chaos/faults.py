@@ -22,7 +22,8 @@ from typing import Any
 
 from mgpu_slurm.checkpoints import folder as checkpoints
 from mgpu_slurm.core.files import read_jsonl
-from mgpu_slurm.run_folder import layout, records
+from mgpu_slurm.run_folder import records
+from mgpu_slurm.run_folder.checkpoint_names import complete_checkpoints
 from tests import dying
 from tests.chaos.job import EPOCHS, STEPS_OF_EPOCH
 from tests.chaos.training import RANKS, Training, send
@@ -229,7 +230,7 @@ def the_newest_checkpoint_is_damaged(training: Training, at: int, draw: random.R
     ranks = training.ranks()
     send(ranks.values(), signal.SIGSTOP)
     run = training.current().folder
-    found = layout.complete_checkpoints(run)
+    found = complete_checkpoints(run)
     # what is whole already gets its name when the training goes on
     whole = [path for path in sorted(run.checkpoints.glob(".step-*")) if checkpoints.is_whole(path)]
     if whole:

@@ -18,7 +18,8 @@ from tests.chaos.faults import (
     phase_of_a_save,
 )
 from tests.chaos.training import RANKS, Training, send, words_of
-from tests.on_slurm.cluster import NODES, Cluster
+from tests.on_slurm.cluster import Cluster
+from tests.on_slurm.machine import NODES
 from tests.support import Project, make_project
 
 BACK_AFTER = (1.0, 6.0)
@@ -93,7 +94,7 @@ class Slurm:
         return self._without_a_node(training, at, draw, self._cluster.cut, self._cluster.mend)
 
     def node_given_up(self, training: Training, at: int, draw: random.Random) -> bool:
-        return self._without_a_node(training, at, draw, self._cluster.node_given_up, self._cluster.node_up)
+        return self._without_a_node(training, at, draw, self._cluster.node_given_up, self._cluster.mend)
 
     def _without_a_node(
         self,

@@ -250,8 +250,9 @@ class Strikes(threading.Thread):
 
 def record_of(training: Training) -> str:
     """Return what there is to read of a training: `why`, the logs of its ranks, and the history of its parts."""
-    why = training.project.call("why", training.path.name)
-    return "\n".join([why.stdout, why.stderr, logs_of(training)])
+    # of a sweep, only the worker's tells of attempts
+    why = [training.project.call("why", name) for name in {training.path.name, training.worker.run}]
+    return "\n".join([*(each.stdout + each.stderr for each in why), logs_of(training)])
 
 
 def logs_of(training: Training) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import shutil
 import subprocess
 import threading
@@ -13,7 +14,8 @@ from typing import Any
 
 import pytest
 
-from mgpu_slurm.run_folder import layout, records
+from mgpu_slurm.run_folder import records
+from mgpu_slurm.run_folder.checkpoint_names import complete_checkpoints
 from mgpu_slurm.run_folder.layout import RunFolder
 from tests.chaos import checks, faults, rounds
 from tests.chaos.checks import Result
@@ -158,11 +160,11 @@ def a_sample_twice(training: Training) -> None:
 
 def a_point_of_another_value(training: Training) -> None:
     file = training.submitted.metrics
-    file.write_text(file.read_text().replace('"loss": 0.1', '"loss": 0.2'))
+    file.write_text(re.sub(r'"loss": [^,}]+', '"loss": 0.2', file.read_text(), count=1))
 
 
 def a_damaged_checkpoint(training: Training) -> None:
-    next(layout.complete_checkpoints(training.submitted)[-1].glob("*.safetensors")).write_bytes(b"")
+    next(complete_checkpoints(training.submitted)[-1].glob("*.safetensors")).write_bytes(b"")
 
 
 def a_part_of_a_checkpoint(training: Training) -> None:
@@ -172,7 +174,7 @@ def a_part_of_a_checkpoint(training: Training) -> None:
 def another_best(training: Training) -> None:
     """The link leads to the newest one instead."""
     link = training.submitted.checkpoints / "best"
-    others = [path for path in layout.complete_checkpoints(training.submitted) if path != link.resolve()]
+    others = [path for path in complete_checkpoints(training.submitted) if path != link.resolve()]
     link.unlink()
     link.symlink_to(others[0].name)
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from mgpu_slurm.api import Handle
+from mgpu_slurm.core import processes
 from mgpu_slurm.run_folder import states
 from mgpu_slurm.run_folder.layout import RunFolder
 from tests import dying
@@ -169,7 +170,22 @@ class Training:
                 self.resumed += done.returncode == 0
             look_after()
             time.sleep(0.1)
-        raise TimeoutError(f"after {seconds:g} s it still is {self.facts} {refused}")
+        facts = self.facts
+        waiting = self.show_stacks()
+        raise TimeoutError(f"after {seconds:g} s it still is {facts} {refused}; where its processes wait: {waiting}")
+
+    def show_stacks(self) -> list[str]:
+        """Ends ranks and their loaders' workers in a way in which each writes its stack into its rank's log; returns
+        where in the kernel each thread has waited, such as in `__refrigerator` of a frozen cgroup."""
+        below = processes.children()
+        found: list[str] = []
+        for rank in self.ranks().values():
+            for pid in (*below.get(rank, []), rank):
+                with suppress(OSError):
+                    threads = sorted(Path(f"/proc/{pid}/task").iterdir())
+                    found.append(f"{pid}: {' '.join((each / 'wchan').read_text() for each in threads)}")
+                    os.kill(pid, signal.SIGABRT)
+        return found
 
     # -- its processes, by their numbers on this machine
 

@@ -13,7 +13,7 @@ import torch
 from mgpu_slurm.checkpoints import folder as folders
 from mgpu_slurm.checkpoints.rank_record import Content, PassRecord, ProgressRecord, SharedRecord
 from mgpu_slurm.checkpoints.writer import Part
-from mgpu_slurm.run_folder import layout
+from mgpu_slurm.run_folder.checkpoint_names import CheckpointKey, complete_checkpoints, newest_checkpoint
 from mgpu_slurm.run_folder.layout import RunFolder
 
 
@@ -55,9 +55,9 @@ def test_checkpoint_is_complete_once_every_rank_has_written(run: RunFolder) -> N
         assert not folders.is_whole(hidden)
     part(run, 7, 1, world_size=3)
     assert folders.is_whole(hidden)
-    assert layout.complete_checkpoints(run) == []
+    assert complete_checkpoints(run) == []
     final = folders.publish(hidden)
-    assert layout.complete_checkpoints(run) == [final]
+    assert complete_checkpoints(run) == [final]
     assert listed(run) == ["step-000000007"]
     assert folders.ranks(final) == [0, 1, 2]
     assert folders.record(final, 2).content.own == {"step": 7, "loss": 0.1 + 0.2}
@@ -76,19 +76,19 @@ def test_same_step_at_another_place_in_the_run_is_kept_separately(run: RunFolder
     for attempt, place in enumerate([1, 2, 2, 1], start=1):
         folders.publish(part(run, 7, attempt=attempt, place=place))
     kept(run, 8)
-    assert [path.name for path in layout.complete_checkpoints(run)] == [
+    assert [path.name for path in complete_checkpoints(run)] == [
         "step-000000007",
         "step-000000007.2",
         "step-000000007.3",
         "step-000000008",
     ]
     # version 0.1 reads names of digits only
-    assert [path.name for path in layout.complete_checkpoints(run) if re.fullmatch(r"step-(\d{9,})", path.name)] == [
+    assert [path.name for path in complete_checkpoints(run) if re.fullmatch(r"step-(\d{9,})", path.name)] == [
         "step-000000007",
         "step-000000008",
     ]
-    folders.point_to_best(run, layout.CheckpointKey(7, 2))
-    folders.trim(run, keep=1, also=layout.CheckpointKey(7, 2))
+    folders.point_to_best(run, CheckpointKey(7, 2))
+    folders.trim(run, keep=1, also=CheckpointKey(7, 2))
     assert listed(run) == ["best", "step-000000007.2", "step-000000008"]
     assert (run.checkpoints / "best").resolve().name == "step-000000007.2"
 
@@ -101,9 +101,9 @@ def test_interrupted_replacement_of_a_numbered_checkpoint_is_finished(run: RunFo
     part(run, 7, attempt=2, place=2)
     folders.publish_leftover(run)
     assert listed(run) == ["step-000000007", "step-000000007.2"]
-    assert layout.newest_checkpoint(run) == run.checkpoint(7, 2)
+    assert newest_checkpoint(run) == run.checkpoint(7, 2)
     assert folders.set_aside(run.checkpoint(7, 2)).name == "damaged-step-000000007.2"
-    assert layout.newest_checkpoint(run) == run.checkpoint(7)
+    assert newest_checkpoint(run) == run.checkpoint(7)
 
 
 def test_leftover_checkpoints_are_published_if_complete_else_removed(run: RunFolder) -> None:
@@ -149,13 +149,13 @@ def test_damaged_file_is_detected(run: RunFolder, file: str, change: object) -> 
 def test_checkpoint_set_aside_is_no_longer_read(run: RunFolder) -> None:
     kept(run, 5, 7)
     aside = folders.set_aside(run.checkpoint(7))
-    assert layout.newest_checkpoint(run) == run.checkpoint(5)
+    assert newest_checkpoint(run) == run.checkpoint(5)
     assert json.loads((aside / "rank-00000.json").read_text())["own"]["step"] == 7
 
 
 def test_trim_keeps_the_newest_and_one_extra(run: RunFolder) -> None:
     kept(run, 1, 2, 3, 10, 9)
-    folders.trim(run, keep=2, also=layout.CheckpointKey(2))
+    folders.trim(run, keep=2, also=CheckpointKey(2))
     assert listed(run) == ["step-000000002", "step-000000009", "step-000000010"]
 
 

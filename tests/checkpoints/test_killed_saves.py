@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from mgpu_slurm.checkpoints import folder as checkpoints
-from mgpu_slurm.run_folder import layout
+from mgpu_slurm.run_folder.checkpoint_names import complete_checkpoints
 from mgpu_slurm.run_folder.layout import RunFolder
 from mgpu_slurm.training.run import Run
 from tests.dying import OF_RANK_0, PHASES, die_in
@@ -55,7 +55,7 @@ def test_resume_after_a_killed_save_gives_equal_weights(
     assert answers[1 - killed] != undisturbed[0]
     assert run_ranks(trains, 2, None, 0, folder=tmp_path) == undisturbed
     run = RunFolder(tmp_path)
-    for path in layout.complete_checkpoints(run):
+    for path in complete_checkpoints(run):
         assert checkpoints.problem(path, [0, 1]) is None
     assert not list(run.checkpoints.glob(".*"))
-    assert (run.checkpoints / "best").resolve() in layout.complete_checkpoints(run)
+    assert (run.checkpoints / "best").resolve() in complete_checkpoints(run)

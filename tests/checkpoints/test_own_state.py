@@ -15,7 +15,7 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import TensorDataset
 
 from mgpu_slurm.rank.signals import Stop
-from mgpu_slurm.run_folder import layout
+from mgpu_slurm.run_folder.checkpoint_names import complete_checkpoints
 from mgpu_slurm.run_folder.layout import RunFolder
 from mgpu_slurm.training.run import Run
 from tests.ranks import run_ranks
@@ -114,7 +114,7 @@ def test_each_rank_restores_its_own_state(stopped: Path, tmp_path: Path) -> None
 
 
 def test_equal_state_is_stored_once(stopped: Path) -> None:
-    newest = layout.complete_checkpoints(RunFolder(stopped))[0]
+    newest = complete_checkpoints(RunFolder(stopped))[0]
     stored: list[set[str]] = []
     for rank in (0, 1):
         with safe_open(newest / f"rank-{rank:05d}.safetensors", framework="pt") as file:

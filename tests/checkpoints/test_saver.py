@@ -24,7 +24,8 @@ from mgpu_slurm.checkpoints import folder as checkpoints
 from mgpu_slurm.checkpoints import saver
 from mgpu_slurm.core.errors import UserError
 from mgpu_slurm.rank.signals import Stop
-from mgpu_slurm.run_folder import layout, records
+from mgpu_slurm.run_folder import records
+from mgpu_slurm.run_folder.checkpoint_names import checkpoint_step, complete_checkpoints, newest_checkpoint
 from mgpu_slurm.run_folder.layout import RunFolder
 from mgpu_slurm.training.restore import State
 from mgpu_slurm.training.run import Run
@@ -53,7 +54,7 @@ def weight(model: nn.Module) -> float:
 
 
 def steps(run: Run) -> list[str]:
-    return sorted(path.name[5:].lstrip("0") for path in layout.complete_checkpoints(RunFolder(run.folder)))
+    return sorted(path.name[5:].lstrip("0") for path in complete_checkpoints(RunFolder(run.folder)))
 
 
 # -- beside the training
@@ -135,9 +136,11 @@ def leaves_nothing_in_the_store(run: Run) -> set[str]:
     return told()
 
 
+# it lists the store's keys
+@pytest.mark.needs_torch("2.13")
 def test_finished_saves_leave_no_keys_in_the_store(tmp_path: Path) -> None:
     assert run_ranks(leaves_nothing_in_the_store, 2, folder=tmp_path) == [set(), set()]
-    assert len(layout.complete_checkpoints(RunFolder(tmp_path))) == 3
+    assert len(complete_checkpoints(RunFolder(tmp_path))) == 3
 
 
 def cannot_write(run: Run) -> list[str]:
@@ -186,7 +189,10 @@ def stops_while_it_waits(run: Run) -> None:
 def test_stopped_run_has_saved_its_current_step(ranks: int, tmp_path: Path) -> None:
     for answer in run_ranks(stops_while_it_waits, ranks, folder=tmp_path):
         assert answer.startswith("RunStopped")
-    assert layout.checkpoint_step(layout.newest_checkpoint(RunFolder(tmp_path)) or tmp_path) in (2, 3)
+    assert checkpoint_step(newest_checkpoint(RunFolder(tmp_path)) or tmp_path) in (
+        2,
+        3,
+    )
     assert not list(Path(tmp_path, "checkpoints").glob(".step-*"))
 
 
@@ -203,7 +209,7 @@ def saves_one_step(run: Run) -> list[list[int]]:
     checkpoints.publish = slow
     for _ in state.epochs(10):
         run.mean(0, 1)
-        newest = layout.newest_checkpoint(RunFolder(run.folder))
+        newest = newest_checkpoint(RunFolder(run.folder))
         found.append([] if newest is None else checkpoints.ranks(newest))
     return found
 
@@ -216,7 +222,7 @@ def test_repeated_saves_of_one_step_do_not_mix(tmp_path: Path) -> None:
 
 def test_last_checkpoint_is_published_after_slower_ranks_finish(tmp_path: Path) -> None:
     assert run_ranks(ends_while_it_saves, 2, folder=tmp_path) == [3, 3]
-    assert [path.name for path in layout.complete_checkpoints(RunFolder(tmp_path))] == ["step-000000003"]
+    assert [path.name for path in complete_checkpoints(RunFolder(tmp_path))] == ["step-000000003"]
 
 
 def ends_while_it_saves(run: Run) -> int:
@@ -265,7 +271,7 @@ def test_superseded_attempt_publishes_no_checkpoint(tmp_path: Path) -> None:
         records.record_event(folder, "started", attempt=attempt)
     (answer,) = run_ranks(saves_at_every_step, 1, folder=tmp_path, may_fail=True)
     assert answer == "MgpuError: attempt 1 of this run was superseded by a later one and exits"
-    assert layout.complete_checkpoints(folder) == []
+    assert complete_checkpoints(folder) == []
 
 
 # -- when, and which stay
@@ -526,7 +532,7 @@ def keeps_the_best_of_uncounted_steps(run: Run, epochs: int, values: list[float]
             weight_of(model).add_(1)
         run.report(epoch, accuracy=values[epoch - 1])
     run.finish()
-    found = layout.complete_checkpoints(RunFolder(run.folder))
+    found = complete_checkpoints(RunFolder(run.folder))
     best = Path(run.folder, "checkpoints", "best").resolve()
     stored = load_file(best / "rank-00000.safetensors")["model.weight"].item()
     return {"began": began, "names": [path.name for path in found], "best": best.name, "of best": stored}

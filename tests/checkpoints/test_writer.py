@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import nn
-from torch.distributed.checkpoint import HuggingFaceStorageReader, load
+from torch.distributed.checkpoint import load
 
 from mgpu_slurm.checkpoints.reader import StoredTensors
 from mgpu_slurm.checkpoints.writer import _TYPES, HostCopies, Part, summed, write
@@ -160,6 +160,7 @@ def sharded(run: Run, folder: str, start: int, end: int) -> dict[str, Any]:
     return {"then": then, "after": weights()}
 
 
+@pytest.mark.needs_torch("2.7")
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_sharded_state_of_two_ranks_loads_on_any_number_of_ranks(tmp_path: Path, ranks: int) -> None:
     before, _ = run_ranks(sharded, 2, str(tmp_path), 0, 3)
@@ -170,7 +171,11 @@ def test_sharded_state_of_two_ranks_loads_on_any_number_of_ranks(tmp_path: Path,
             torch.testing.assert_close(torch.tensor(values), torch.tensor(before["after"][name]))
 
 
+# torch's reader
+@pytest.mark.needs_torch("2.8")
 def test_single_process_and_torch_reader_load_whole_tensors(tmp_path: Path) -> None:
+    from torch.distributed.checkpoint import HuggingFaceStorageReader
+
     (before, _) = run_ranks(sharded, 2, str(tmp_path), 0, 1)
     stored = StoredTensors(sorted(tmp_path.iterdir()), like={})
     weight = stored["s.model.0.weight"]

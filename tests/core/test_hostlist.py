@@ -3,7 +3,7 @@ from __future__ import annotations
 from itertools import product
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from mgpu_slurm.core.errors import UserError
@@ -68,11 +68,24 @@ def test_expand_rejects_malformed_host_list(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["n[0-99999999999999]", f"n[0-{MAX_HOSTS}]", "a[1-60000]b[1-60000]", "a[1-60000],b[1-60000]"]
+    "text",
+    [
+        "n[0-999999999]",
+        "n[0-99999999999999]",
+        f"n[0-{'9' * 5000}]",
+        f"n[0-{MAX_HOSTS}]",
+        "a[1-60000]b[1-60000]",
+        "a[1-60000],b[1-60000]",
+        # each range is short enough, and the text short
+        f"n[{'0-65535,' * 20_000}1]",
+        "[1-9]" * 10_000,
+    ],
+    ids=lambda text: text[:20],
 )
 def test_expand_rejects_more_hosts_than_slurm_can_have(text: str) -> None:
-    with pytest.raises(UserError, match="host list"):
+    with pytest.raises(UserError, match="host list") as caught:
         expand(text)
+    assert len(str(caught.value)) < 1000
 
 
 words = st.text("abcxyz0123456789-_.", min_size=1, max_size=4)
@@ -109,6 +122,30 @@ def test_expand_returns_the_names_a_list_was_written_from(written: list[tuple[st
         assert expand(",".join(text for text, _ in written)) == expected
 
 
+HOST_NAMES = st.text("abcxyz0123456789-_.", min_size=1, max_size=25)
+COUNTED = st.tuples(words, st.integers(0, 2000), st.integers(1, 6), st.integers(1, 20)).map(
+    lambda made: [f"{made[0]}{number:0{made[2]}}" for number in range(made[1], made[1] + made[3])]
+)
+
+
+@settings(derandomize=True, database=None)
+@given(
+    st.one_of(
+        st.lists(HOST_NAMES, max_size=6), COUNTED, st.tuples(COUNTED, COUNTED).map(lambda both: both[0] + both[1])
+    )
+)
+@example(["n" + "9" * 5000, "n1"])
+@example(["n099999999999999999", "n100000000000000000"])
+def test_expand_returns_the_names_that_were_compressed(names: list[str]) -> None:
+    assert expand(compress(names)) == names
+
+
+@settings(derandomize=True, database=None)
+@given(st.lists(st.text(max_size=5), max_size=4))
+def test_names_that_are_none_of_hosts_are_compressed_to_some_text(names: list[str]) -> None:
+    assert isinstance(compress(names), str)
+
+
 @given(st.text("n[]0-9,a ", max_size=12))
 def test_expand_of_any_text_returns_names_or_raises_user_error(text: str) -> None:
     try:
@@ -125,7 +162,9 @@ def test_expand_counts_reads_repetitions(text: str, counts: list[int]) -> None:
     assert expand_counts(text) == counts
 
 
-@pytest.mark.parametrize("text", ["", "x", "2(3)", "2(x3", "2,", "2(x3)1", "2(x99999999999)"])
+@pytest.mark.parametrize(
+    "text", ["", "x", "2(3)", "2(x3", "2,", "2(x3)1", "2(x99999999999)", "1(x65536),1", "9" * 5000]
+)
 def test_expand_counts_rejects_other_forms(text: str) -> None:
     with pytest.raises(UserError, match="counts"):
         expand_counts(text)
@@ -140,6 +179,9 @@ def test_expand_counts_rejects_other_forms(text: str) -> None:
         (["n09", "n10"], "n[09-10]"),
         (["a1", "b2"], "a1,b2"),
         (["a1", "a3"], "a1,a3"),
+        (["n3", "n5", "n6", "n7", "gpu"], "n3,n[5-7],gpu"),
+        (["n9", "n010", "n10"], "n9,n010,n10"),
+        (["n08", "n09", "n10", "n1", "n2"], "n[08-10],n[1-2]"),
         (["a1", "gpu"], "a1,gpu"),
         (["a", "b"], "a,b"),
     ],

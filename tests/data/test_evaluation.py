@@ -17,7 +17,7 @@ from torch.utils.data import TensorDataset
 from mgpu_slurm.checkpoints import folder as checkpoints
 from mgpu_slurm.core.errors import RunStopped
 from mgpu_slurm.rank.signals import Stop
-from mgpu_slurm.run_folder import layout
+from mgpu_slurm.run_folder.checkpoint_names import checkpoint_step, newest_checkpoint
 from mgpu_slurm.run_folder.layout import RunFolder
 from mgpu_slurm.training.run import Run
 from tests.ranks import run_ranks
@@ -118,9 +118,9 @@ def test_stop_in_evaluation_resumes_from_last_batch_of_previous_pass(
     expected = run_ranks(trains, ranks, how, 0, 0, folder=undisturbed)
     for answer in run_ranks(trains, ranks, how, stop_in, 3, folder=stopped):
         assert answer == "RunStopped: 143"
-    newest = layout.newest_checkpoint(RunFolder(stopped))
+    newest = newest_checkpoint(RunFolder(stopped))
     assert newest is not None
-    assert layout.checkpoint_step(newest) == at
+    assert checkpoint_step(newest) == at
     for rank in range(ranks):
         # and soon: the other rank may do a few batches until it hears of it
         epoch, batch = map(int, (stopped / f"evaluated-1-{rank}").read_text().split())
@@ -172,9 +172,9 @@ def test_stop_in_evaluation_resumes_from_last_possible_boundary(
             continue
         for _, evaluated in run_ranks(loops_otherwise, ranks, how, epoch, folder=tmp_path / "stopped"):
             assert evaluated < 10
-        newest = layout.newest_checkpoint(RunFolder(tmp_path / "stopped"))
+        newest = newest_checkpoint(RunFolder(tmp_path / "stopped"))
         assert newest is not None
-        assert layout.checkpoint_step(newest) == (epoch - 1) * steps + last
+        assert checkpoint_step(newest) == (epoch - 1) * steps + last
     assert run_ranks(loops_otherwise, ranks, how, 0, folder=tmp_path / "stopped") == undisturbed
 
 

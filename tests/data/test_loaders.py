@@ -20,7 +20,7 @@ from mgpu_slurm.checkpoints.rank_record import LoaderRecord
 from mgpu_slurm.core.errors import RunStopped
 from mgpu_slurm.data.loader_positions import LoaderPlace
 from mgpu_slurm.rank.signals import Stop
-from mgpu_slurm.run_folder import layout
+from mgpu_slurm.run_folder.checkpoint_names import newest_checkpoint
 from mgpu_slurm.run_folder.layout import RunFolder
 from mgpu_slurm.training.run import Run
 from tests.ranks import run_ranks
@@ -372,7 +372,7 @@ def test_nested_loop_over_one_loader_is_allowed_only_for_evaluation(how: str) ->
 
 def as_v01_saved(run: Path) -> None:
     """Leaves the place of one loader in the newest checkpoint."""
-    newest = layout.newest_checkpoint(RunFolder(run))
+    newest = newest_checkpoint(RunFolder(run))
     assert newest is not None
     file = newest / "rank-00000.json"
     record = json.loads(file.read_text())

@@ -18,7 +18,7 @@ import signal
 import subprocess
 import sys
 import time
-from multiprocessing import forkserver, resource_tracker
+from multiprocessing import active_children, forkserver, resource_tracker
 from pathlib import Path
 
 from torch.utils.data import Dataset
@@ -103,6 +103,9 @@ def main():
         if turn == 1:
             raise ValueError("the rank fails")
         del data
+        # torch 2.6 leaves it to others to wait for the end of a worker that it has terminated
+        for child in active_children():
+            child.join(10)
         assert not Path(f"/proc/{worker}").exists()
         note("left")
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from mgpu_slurm.rank.signals import Stop
-from mgpu_slurm.run_folder import layout
+from mgpu_slurm.run_folder.checkpoint_names import newest_checkpoint
 from mgpu_slurm.run_folder.layout import RunFolder
 from mgpu_slurm.sweeps.client.messages import Assignment, Leave
 from mgpu_slurm.sweeps.client.study_client import StudyClient
@@ -149,7 +149,7 @@ def train(folder: RunFolder, client: StudyClient, order: Assignment) -> None:
 def _trained(folder: RunFolder, client: StudyClient, order: Assignment) -> Callable[[], None]:
     """Train a trial, and return what ends it here."""
     trial = folder.of_trial(order.number)
-    saved = layout.newest_checkpoint(trial)
+    saved = newest_checkpoint(trial)
     began = 0 if saved is None else int(saved.name.removeprefix("step-"))
     x = float(order.values["x"])
     for progress in REPORTS:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from datetime import datetime, timedelta
 
 import pytest
 
 from mgpu_slurm.doctor import slurm_checks
 from mgpu_slurm.doctor.check_results import Finding
-from mgpu_slurm.slurm.site import Association, Partition
+from mgpu_slurm.slurm.pending.limits import Limit
+from mgpu_slurm.slurm.site import Association, Partition, Reservation
 
 MAIN = Partition("main", True, "UP", None, None, None, "OFF", 0, Counter({"idle": 4}), (2,))
 
@@ -22,7 +24,11 @@ def seen(finding: Finding) -> tuple[str, str]:
     ("version", "level", "words"),
     [
         ((22, 5, 8), "ok", "SLURM 22.05.8: supported; ranks get their cores by SRUN_CPUS_PER_TASK"),
-        ((21, 8), "ok", "SLURM 21.08: supported; ranks get their cores by sbatch's options"),
+        (
+            (21, 8),
+            "warning",
+            "SLURM 21.08: older than 22.05, the oldest release that mgpu_slurm is tested on; nothing is refused",
+        ),
         ((20, 2, 7), "failed", "SLURM 20.02.7: srun has no --overlap before 20.11"),
     ],
 )
@@ -108,11 +114,31 @@ def test_missing_settings_are_not_reported() -> None:
     assert list(slurm_checks.setting_findings({}, [MAIN])) == []
 
 
-def test_tightest_limits_of_several_accounts_are_reported() -> None:
-    rights = [Association("a", None, 100, ()), Association("b", 4, 50, ()), Association("b", 8, None, ())]
-    words = "accounts a, b; at most 4 jobs running and 50 jobs submitted at a time"
-    assert seen(slurm_checks.account_finding(rights)) == ("ok", words)
-    assert slurm_checks.account_finding([Association("a", None, None, ())]).text == "account a"
+def test_accounts_and_the_limits_of_each_account_and_qos_are_named() -> None:
+    rights = [Association("a", ("long",)), Association("b", ("long",)), Association("b", ())]
+    found = [
+        Limit("Grp", "gres/gpu", owner="account b", value=6),
+        Limit("Max", "jobs", owner="account b", is_of_user=True, value=4),
+        Limit("Max", "wall", per="PJ", owner="QOS long", value=2880),
+    ]
+    assert list(map(seen, slurm_checks.limit_findings(rights, found))) == [
+        ("ok", "accounts a, b"),
+        ("ok", "account b: at most 6 GPUs for all of its jobs together, 4 running jobs"),
+        ("ok", "QOS long: at most 2-00:00:00 a job"),
+    ]
+    assert list(slurm_checks.limit_findings([], [])) == []
+
+
+def test_reservations_ahead_are_reported() -> None:
+    start = datetime(2026, 5, 1, 12)
+    maintenance = Reservation("m", start, start + timedelta(hours=2), "n[1-4]", is_maintenance=True)
+    when = "from 2026-05-01 12:00 to 2026-05-01 14:00 on n[1-4]"
+    before = slurm_checks.reservation_finding(maintenance, start - timedelta(minutes=90))
+    assert seen(before) == ("warning", f"a maintenance {when}, 1:30:00 from now")
+    during = slurm_checks.reservation_finding(maintenance, start)
+    assert seen(during) == ("warning", f"a maintenance {when}: no run starts there")
+    course = slurm_checks.reservation_finding(replace(maintenance, name="course", is_maintenance=False), start)
+    assert seen(course) == ("ok", f"reservation course {when}: only its users get these nodes")
 
 
 def test_sbatch_variables_that_do_not_reach_runs_are_named() -> None:

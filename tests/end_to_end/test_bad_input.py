@@ -147,6 +147,7 @@ BAD = {
     "zero nodes": local("train --nodes 0", "--nodes 0", "at least 1"),
     "nodes that are not a number": local("train --nodes two", "--nodes", "'two'", "submit --help"),
     "zero ranks per node": local("train --ntasks-per-node 0", "--ntasks-per-node 0", "at least 1"),
+    "type of GPUs without a number": local("train --gpus-per-node a100", "--gpus-per-node a100", "as in a100:2"),
     "negative GPUs": local("train --gpus-per-node -1", "--gpus-per-node -1", "at least 0"),
     "more GPUs than available": local(
         "train --gpus-per-node 3", "--gpus-per-node 3", "this machine has 0", "0", environ={"CUDA_VISIBLE_DEVICES": ""}

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from mgpu_slurm.run_folder import layout
+from mgpu_slurm.run_folder.checkpoint_names import newest_checkpoint
 from mgpu_slurm.run_folder.layout import RunFolder
 from mgpu_slurm.sweeps.search import sweep_file
 from mgpu_slurm.sweeps.study import trial_queue as studies
@@ -71,7 +71,7 @@ def test_best_trials_are_trained_as_runs_of_their_own(project: Project) -> None:
     assert told.returncode == 2
     assert "study study: no trial is left" in told.stderr
     assert project.call("clean", "study-confirm", "--yes").returncode == 0
-    assert layout.newest_checkpoint(folder.of_trial(0)) is not None, "what the links lead to is not deleted"
+    assert newest_checkpoint(folder.of_trial(0)) is not None, "what the links lead to is not deleted"
 
 
 def aggregated(project: Project) -> list[dict[str, Any]]:

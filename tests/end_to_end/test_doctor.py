@@ -60,14 +60,33 @@ def test_each_problem_is_reported_and_none_stops_the_other_checks(bare: Project)
     assert failed[0].startswith("failed   runs folder /proc/runs: not writable (")
     assert failed[1].startswith(f"failed   {bare.folder}/mgpu.yaml: cluster 'hpc': unknown key 'flag'")
     assert failed[2] == "failed   torch fails on import: ImportError: libcudart.so.13: cannot open shared object file"
-    assert failed[3].startswith(f"failed   the checkup was not submitted: {bare.folder}/mgpu.yaml: cluster 'hpc'")
+    assert failed[3].startswith("failed   the checkup was not submitted: runs folder '/proc/runs' cannot be written (")
     assert done.stderr == ""
+
+
+def test_several_clusters_without_containers_are_no_problem(bare: Project) -> None:
+    bare.write("mgpu.yaml", "clusters: {a: {}, b: {}}\n")
+    done = bare.call("doctor", "--json", "--executor", "slurm")
+    assert done.returncode == 0, done.stdout
+    assert "container" not in by_check(json.loads(done.stdout))
 
 
 def test_job_flags_are_refused_without_submit(bare: Project) -> None:
     done = bare.call("doctor", "--nodes", "3")
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == "mgpu-slurm: --nodes only applies with --submit\n"
+
+
+def test_check_of_all_nodes_needs_slurm(bare: Project) -> None:
+    for words, code, line in (
+        ((), 3, "--nodes all needs SLURM, and there is no sbatch on PATH: log in to the cluster"),
+        (("--executor", "local"), 2, "--nodes all --executor local: only --executor slurm has job arrays"),
+    ):
+        done = bare.call("doctor", "--nodes", "all", *words)
+        assert (done.returncode, done.stdout, done.stderr) == (code, "", f"mgpu-slurm: {line}\n")
+    done = bare.call("doctor", "--nodes", "most", "--submit")
+    assert done.returncode == 2
+    assert "'most' is neither a number nor all" in done.stderr
 
 
 def test_job_measures_two_nodes_and_leaves_no_run_folder(bare: Project) -> None:

@@ -63,6 +63,8 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Project:
     return project
 
 
+# with torch 2.6, the versions of onnxscript of today cannot write batch norm
+@pytest.mark.needs_torch("2.9")
 def test_model_with_the_weights_of_the_best_checkpoint(trained: Project) -> None:
     found = trained.json("export", "net", "--to", "onnx", "--object", "model", "-o", "net.onnx")
     assert (found["object"], found["inputs"]) == ("model", [[4, 3], [4, 1]])

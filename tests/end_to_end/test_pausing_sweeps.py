@@ -17,7 +17,7 @@ import yaml
 
 from mgpu_slurm.checkpoints import folder as checkpoints
 from mgpu_slurm.checkpoints.reader import StoredTensors
-from mgpu_slurm.run_folder import layout
+from mgpu_slurm.run_folder.checkpoint_names import newest_checkpoint
 from mgpu_slurm.run_folder.layout import RunFolder
 from tests.end_to_end.test_sweeps import facts_of, trials_of, wait
 from tests.support import Project, processes_of, wait_until
@@ -78,7 +78,7 @@ def start(project: Project, **values: Any) -> Path:
 
 def weights(run: RunFolder) -> dict[str, torch.Tensor]:
     """Return the tensors of a run's newest checkpoint: of the model and the optimizer."""
-    newest = layout.newest_checkpoint(run)
+    newest = newest_checkpoint(run)
     assert newest is not None
     stored = StoredTensors(checkpoints.tensor_files(newest), like={})
     return {name: stored[name] for name in stored}

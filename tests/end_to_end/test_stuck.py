@@ -155,6 +155,8 @@ def retried(folder: Path) -> dict[str, Any]:
     return dict(found)
 
 
+# the collectives of gloo are recorded
+@pytest.mark.needs_torch("2.9")
 def test_stuck_rank_is_named_with_its_source_line(stuck: Project) -> None:
     folder, facts = stuck.run("train:stuck", *AFTER)
     assert (facts["state"], facts["step"], facts["attempts"]) == ("COMPLETED", 12, 2)
@@ -229,6 +231,7 @@ def test_rank_whose_checkpoint_write_hangs_is_named_with_its_line(stuck: Project
     assert "in hangs" in log(folder, 1)
 
 
+@pytest.mark.needs_torch("2.9")
 def test_ranks_waiting_in_different_collectives_are_both_reported(stuck: Project) -> None:
     # longer, so that a slow step of one rank on a busy machine does not make its limit a later one than the other's
     folder, facts = stuck.run("train:apart", "--stuck-after", "0.3", "--nodes", "2")

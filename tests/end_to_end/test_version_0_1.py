@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from mgpu_slurm.core.files import read_json
 from mgpu_slurm.run_folder import records
 from mgpu_slurm.run_folder.layout import RunFolder
 from tests.support import REPOSITORY, Project, restore_version_0_1
@@ -48,6 +49,7 @@ def test_resumed_old_run_has_the_result_of_an_uninterrupted_one(project: Project
     assert result_of(old["stopped"]) == result_of(old["completed"])
 
 
+@pytest.mark.skipif(sys.version_info[:2] != (3, 11), reason="Python 3.11 has pickled the function")
 def test_old_pickled_function_loads_on_resume(project: Project, old: dict[str, Path]) -> None:
     """Its annotations name modules of that version."""
     records.update_state(RunFolder(old["pickled"]), state="FAILED")
@@ -55,6 +57,16 @@ def test_old_pickled_function_loads_on_resume(project: Project, old: dict[str, P
     assert project.call("resume", old["pickled"].name, "--no-follow").returncode == 0
     assert project.finish(old["pickled"])["state"] == "COMPLETED"
     assert result_of(old["pickled"]) == {"answer": 0.5}
+
+
+def test_function_pickled_by_another_python_is_refused(project: Project, old: dict[str, Path]) -> None:
+    """Its bytecode might end the process."""
+    records.update_state(RunFolder(old["pickled"]), state="FAILED")
+    facts = read_json(old["pickled"] / "environment.json")
+    (old["pickled"] / "environment.json").write_text(json.dumps(facts | {"python": {"version": "3.9.18"}}))
+    project.call("resume", old["pickled"].name, "--no-follow")
+    reason = project.finish(old["pickled"])["reason"]
+    assert "the function of this run was pickled by Python 3.9.18, and Python 3." in reason
 
 
 def test_old_study_continues(project: Project, old: dict[str, Path]) -> None:

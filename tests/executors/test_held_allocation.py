@@ -13,7 +13,7 @@ import pytest
 from mgpu_slurm.core.errors import ClusterError, UserError
 from mgpu_slurm.executors import held_allocation
 from mgpu_slurm.executors.held_allocation import Allocation, Node
-from mgpu_slurm.request.spec import Resources
+from mgpu_slurm.request.resources import Resources
 from mgpu_slurm.run_folder import states
 from tests.support import UNKNOWN_JOB, shows
 
@@ -163,6 +163,7 @@ def test_srun_options_name_all_resources_of_the_step() -> None:
         "--gres=gpu:2",
         "--mem=500M",
     ]
+    assert options(replace(both, gpu_type="a100"))[-1] == "--gres=gpu:a100:2"
     # without the word a step gets all GPUs of the job
     assert options(Resources(nodes=2, gpus_per_node=0)) == [*place, "--gres=none"]
     no_gpus = (Node("n1", 4, 0, 0), Node("n2", 4, 0, 0))

@@ -70,6 +70,8 @@ def test_notice_may_begin_with_the_time(run: RunFolder) -> None:
         notice("", at="2024-05-01T11:59:00"),
         # a rank may print anything
         f"echo {notice('')}",
+        notice("", at="soon"),
+        notice("", at="9999-12-31T23:59:59"),
     ],
 )
 def test_log_without_a_valid_notice_gives_no_ending(run: RunFolder, text: str) -> None:
@@ -88,9 +90,9 @@ def test_missing_launch_log_gives_only_a_generic_reason(run: RunFolder) -> None:
 
 
 def test_last_line_of_a_failed_script_is_quoted(run: RunFolder) -> None:
-    said = "/var/spool/slurmd/job00008/slurm_script: line 9: module: command not found"
+    said = "/var/spool/slurmd/job00008/slurm_script: line 9: module: command not found\x1b[2J"
     run.launch_log("8").write_text(f"Welcome\n{said}\n\n")
     assert slurm_states.before_the_ranks(run, "8") == (
-        "its batch script failed before the ranks were started: line 9: module: command not found"
+        "its batch script failed before the ranks were started: line 9: module: command not found\ufffd[2J"
     )
     assert slurm_states.before_the_ranks(run, "7") is None

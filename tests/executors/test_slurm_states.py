@@ -13,7 +13,8 @@ from mgpu_slurm import api
 from mgpu_slurm.core.errors import ClusterError, UserError
 from mgpu_slurm.executors import slurm_states
 from mgpu_slurm.registry import current_state
-from mgpu_slurm.request.spec import Resources, Spec, Target
+from mgpu_slurm.request.resources import Resources
+from mgpu_slurm.request.spec import Spec, Target
 from mgpu_slurm.run_folder import failures, records
 from mgpu_slurm.run_folder.layout import RunFolder
 from mgpu_slurm.slurm import job_identity

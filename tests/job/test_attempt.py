@@ -10,8 +10,10 @@ from typing import Any
 
 import pytest
 
-from mgpu_slurm.job import attempt, store_server
-from mgpu_slurm.request.spec import Resources, Spec, Target
+from mgpu_slurm.core import torch_versions
+from mgpu_slurm.job import attempt
+from mgpu_slurm.request.resources import Resources
+from mgpu_slurm.request.spec import Spec, Target
 from mgpu_slurm.run_folder import failures, records
 from mgpu_slurm.run_folder.layout import RunFolder
 from tests.support import Project, log
@@ -33,7 +35,7 @@ def test_failure_to_serve_the_rendezvous_ends_the_attempt_with_traceback(
             return {ranks[0].pid: "rank 0"}
 
     ranks: list[subprocess.Popen[bytes]] = []
-    monkeypatch.setattr(store_server, "serve", serve)
+    monkeypatch.setattr(torch_versions, "serve_store", serve)
     folder = RunFolder(tmp_path)
     folder.logs.mkdir()
     records.update_state(folder, state="PENDING")

@@ -16,7 +16,8 @@ import pytest
 
 from mgpu_slurm.core import processes
 from mgpu_slurm.core.files import read_json
-from mgpu_slurm.request.spec import Resources, Spec, Target
+from mgpu_slurm.request.resources import Resources
+from mgpu_slurm.request.spec import Spec, Target
 from mgpu_slurm.run_folder import records
 from mgpu_slurm.run_folder.layout import RunFolder
 from mgpu_slurm.slurm import sbatch

@@ -15,7 +15,8 @@ import pytest
 
 from mgpu_slurm.core.processes import children
 from mgpu_slurm.job import node_process, rank_process
-from mgpu_slurm.request.spec import Resources, Spec, Target
+from mgpu_slurm.request.resources import Resources
+from mgpu_slurm.request.spec import Spec, Target
 from tests.support import wait_until
 
 TASK = """

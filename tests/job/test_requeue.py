@@ -11,7 +11,8 @@ from mgpu_slurm.core.errors import ClusterError
 from mgpu_slurm.job import requeue
 from mgpu_slurm.job.requeue import Job, chain_events, requeue_before_limit, restart
 from mgpu_slurm.registry import current_state
-from mgpu_slurm.request.spec import Resources, Spec, Target
+from mgpu_slurm.request.resources import Resources
+from mgpu_slurm.request.spec import Spec, Target
 from mgpu_slurm.run_folder import records
 from mgpu_slurm.run_folder.layout import RunFolder
 from mgpu_slurm.run_folder.record_types import Event

@@ -10,7 +10,8 @@ import pytest
 from mgpu_slurm.core.files import write_json
 from mgpu_slurm.job import retry_policy
 from mgpu_slurm.job.retry_policy import Retry
-from mgpu_slurm.request.spec import Resources, Spec, Target
+from mgpu_slurm.request.resources import Resources
+from mgpu_slurm.request.spec import Spec, Target
 from mgpu_slurm.run_folder import records
 from mgpu_slurm.run_folder.layout import RunFolder
 from mgpu_slurm.run_folder.record_types import Event

@@ -29,6 +29,16 @@ def test_first_failure_is_read_from_the_srun_log(line: str, told: str) -> None:
     assert first_failure(log) == told
 
 
+def test_killed_rank_comes_before_those_that_lost_it() -> None:
+    """With proctrack/cgroup, srun may hear of them first."""
+    log = "srun: error: n1: tasks 0,2-3: Exited with exit code 1\nsrun: error: n2: task 1: Killed\n"
+    assert first_failure(log) == "ranks 0,2-3 on n1 ended with exit code 1"
+    assert first_failure(log, followers={0, 2}) == "ranks 0,2-3 on n1 ended with exit code 1"
+    assert first_failure(log, followers={0, 2, 3}) == "rank 1 on n2: Killed"
+    # all of them lost a connection, and the first knows no better
+    assert first_failure(log, followers={0, 1, 2, 3}) == "ranks 0,2-3 on n1 ended with exit code 1"
+
+
 def test_refusal_to_create_a_step_is_reported_verbatim() -> None:
     refusal = "srun: error: Unable to create step for job 9: Invalid generic resource (gres) specification"
     assert first_failure(f"site banner\n{refusal}\n") == refusal

@@ -5,7 +5,7 @@ effect. Nothing of the host changes: no mount, interface, user, service or line 
 side. It needs root and what `make cluster-deps` prepares, and only the standard library.
 
     ctl        10.77.0.1      controller, accounting and login
-    n1 ... n4  10.77.0.11-14  four cores, 8 GB and two GPUs each (as SLURM believes)
+    n1 ... n4  10.77.0.11-14  four cores, 8 GB and two GPUs each (as SLURM believes), those of n4 of type a100
 
 Partition `main` is the default; jobs in `high` preempt those in `main`, which are requeued. As in any SLURM a job is
 started up to a second after its submission, and sacct hears of it up to five seconds after that.
@@ -13,11 +13,9 @@ started up to a second after its submission, and sacct hears of it up to five se
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
-import secrets
 import shlex
 import shutil
 import signal
@@ -26,30 +24,23 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 from tests.on_slurm import packages
+from tests.on_slurm.machine import CLEAN, INSIDE, SLURM_CONF, ClusterProblem, Machine, start_init, tail, until
+from tests.on_slurm.sites import HIERARCHIES, SITES, Site
+from tests.on_slurm.state import write_state
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PREPARED = REPOSITORY / ".cluster"
-INSIDE = Path("/run/cluster")  # the state folder as it is named inside
 CONTROLLER_PORT, DATABASE_PORT = 6817, 6819
-NODES = ("n1", "n2", "n3", "n4")
-ADDRESSES = {"ctl": "10.77.0.1"} | {node: f"10.77.0.1{number}" for number, node in enumerate(NODES, 1)}
-USERS = {"student": 20001, "colleague": 20003}  # ordinary ones, both in the group lab
-LAB = 20002
 COMMANDS = (
     *("sacct", "sacctmgr", "salloc", "sattach", "sbatch", "sbcast", "scancel", "scontrol", "sdiag", "sinfo", "sprio"),
     *("squeue", "sreport", "srun", "sshare", "sstat", "strigger"),
 )
-SLURM_CONF = str(INSIDE / "etc/slurm.conf")
-# what daemons get: jobs must not find anything of the process that started the cluster
-CLEAN = {"PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin", "SLURM_CONF": SLURM_CONF}
-
-
-class ClusterProblem(Exception):
-    """The cluster did not do what it was told; the message holds what SLURM said."""
 
 
 class Cluster:
@@ -59,34 +50,46 @@ class Cluster:
         """The cluster that runs in a state folder; raises ClusterProblem where none does."""
         self.folder = folder.resolve()
         try:
-            self._pid = int((self.folder / "pid").read_text())
+            pid = int((self.folder / "pid").read_text())
             setup = json.loads((self.folder / "setup.json").read_text())
         except FileNotFoundError:
             raise ClusterProblem(f"no cluster runs in {folder}") from None
         self.slurm: str = setup["slurm"]
+        self.site = SITES[self.slurm]
         self._token: str = setup["token"]
+        _, *self.nodes = setup["addresses"]
+        self._machine = Machine(self.folder, pid, self._token, self.nodes)
         self._holder: subprocess.Popen[bytes] | None = None
-        if not self.alive():
+        self._slowed: set[str] = set()
+        if not self._machine.alive():
             raise ClusterProblem(f"no cluster runs in {folder}")
 
     # -- life
 
     @classmethod
     def up(
-        cls, folder: Path, prepared: Path = PREPARED, detached: bool = False, release: str = packages.OLDEST
+        cls,
+        folder: Path,
+        prepared: Path = PREPARED,
+        detached: bool = False,
+        release: str = packages.OLDEST,
+        large_nodes: int = 0,
     ) -> Cluster:
         """Starts a cluster with its state in `folder`, which has to be empty or missing.
 
         It ends with the calling thread, however that ends; a detached one goes on until `down`. Where this checkout
         or its Python lie below a folder that is closed to others (as /root), ordinary users reach them all the
         same, but then what is later made directly in such a folder is not seen inside. A detached cluster, in
-        which people work with new folders, therefore does without.
+        which people work with new folders, therefore does without. One that is killed leaves empty cgroups behind.
+
+        Args:
+            large_nodes: how many nodes of eight cores and no GPU it has besides: n5, n6, ...
         """
         folder.mkdir(parents=True, exist_ok=True)
         folder = folder.resolve()
         folder.chmod(0o755)  # everyone's commands read the configuration
         opened = [] if detached else [str(REPOSITORY), sys.prefix, sys.base_prefix]
-        write_state(folder, prepared, release, opened)
+        write_state(folder, prepared, release, SITES[release], opened, large_nodes)
         holder = start_init(folder, detached)
         try:
             until("the namespaces are made", lambda: (folder / "pid").exists() or holder.poll() is not None)
@@ -96,11 +99,11 @@ class Cluster:
             cluster._holder = holder
             cluster._write_commands()
             cluster.start_database()
-            cluster._inside("sacctmgr", "--immediate", "add", "cluster", "testbed")
+            cluster._machine.run("sacctmgr", "--immediate", "add", "cluster", "testbed")
             cluster._start_slurmctld()
-            for node in NODES:
+            for node in cluster.nodes:
                 cluster._start_slurmd(node)
-            cluster._until_nodes("all nodes are up", NODES, usable)
+            cluster._until_nodes("all nodes are up", cluster.nodes, usable)
         except BaseException:
             holder.kill()
             holder.wait()
@@ -110,18 +113,15 @@ class Cluster:
     def down(self) -> None:
         """Ends the cluster and all that runs in it; its logs and the users' homes stay."""
         shutil.rmtree(self.folder / "bin", ignore_errors=True)
-        first = Path(f"/proc/{self._pid}")
-        if self.alive():
-            os.kill(self._pid, signal.SIGKILL)
+        first = Path(f"/proc/{self._machine.pid}")
+        if self._machine.alive():
+            os.kill(self._machine.pid, signal.SIGKILL)
             if self._holder is not None:
                 self._holder.wait()
             # the kernel lets it go only after all others inside
             until("the cluster has ended", lambda: not first.exists())
+        remove_cgroups(self._token)
         (self.folder / "pid").unlink(missing_ok=True)
-
-    def alive(self) -> bool:
-        # its file rather than its number alone, which another process may have by now
-        return self._path(f"/run/{self._token}").exists()
 
     def __enter__(self) -> Cluster:
         return self
@@ -159,7 +159,7 @@ class Cluster:
         As root it runs in this process's environment and folder, as an ordinary user in an environment and the home
         of that user's own; `env` is added to either. Ordinary users can read this checkout and run its Python.
         """
-        words = self._enter("--pid", f"--wdns={cwd or (self.home(user) if user else Path.cwd())}")
+        words = self._machine.enter("--pid", f"--wdns={cwd or (self.home(user) if user else Path.cwd())}")
         # It dies with nsenter (by a timeout, say), to which it has no other tie.
         words += ["setpriv", "--pdeathsig", "KILL"]
         if user:
@@ -212,8 +212,10 @@ class Cluster:
         # Nodes refuse a credential from the second in which the last one was revoked, and the job would fail.
         revoked = int(time.time())
         until("the next second has come", lambda: int(time.time()) > revoked)
-        if self.job(job_id).get("Reason") == "BeginTime":
-            self._inside("scontrol", "update", f"JobId={job_id}", "StartTime=now")
+        # its reason may be another, such as the node that it waits for
+        facts = self.job(job_id)
+        if facts["JobState"] == "PENDING" and facts["EligibleTime"] > time.strftime("%Y-%m-%dT%H:%M:%S"):
+            self._machine.run("scontrol", "update", f"JobId={job_id}", "StartTime=now")
             until(f"job {job_id} is no longer held back", lambda: self.job(job_id).get("Reason") != "BeginTime")
 
     # -- nodes
@@ -226,8 +228,8 @@ class Cluster:
         """
         # First the network: the kernel would close the dead processes' connections, and the job's other ranks fail
         # on that at once, as they do not where a machine is off.
-        self._link(node, "down")
-        self._kill(node)
+        self._machine.link(node, "down")
+        self._machine.kill(node)
         if noticed:
             self._tell_down(node)
 
@@ -237,23 +239,23 @@ class Cluster:
 
     def node_up(self, node: str) -> None:
         """The node boots again, after `node_down`."""
-        self._link(node, "up")
+        self._machine.link(node, "up")
         self._start_slurmd(node)
         self._until_nodes(f"{node} is up", [node], usable)
 
     def cut(self, node: str, noticed: bool = True) -> None:
         """Nothing reaches the node any more; what runs on it goes on. `noticed` is as for `node_down`."""
-        self._link(node, "down")
+        self._machine.link(node, "down")
         if noticed:
             self._tell_down(node)
 
     def mend(self, node: str) -> None:
-        """The network of a node that was cut is back, and what SLURM had given up there has ended."""
+        """A node that was cut or given up is back, and what SLURM had given up there has ended."""
         given_up = "DOWN" in self._node_states()[node]
         if given_up:
             # Else a requeued job may start there before its old self is gone ("Duplicate jobid").
             self.drain(node)
-        self._link(node, "up")
+        self._machine.link(node, "up")
         self._register(node)
         if given_up:
             self._until_nodes(f"{node} is back", [node], reachable)
@@ -261,12 +263,19 @@ class Cluster:
             self._resume(node)
         self._until_nodes(f"{node} is up", [node], usable)
 
+    def slow_down(self, node: str, rate: str) -> None:
+        """The node receives at a lower rate, as by a link that has fallen back; tc(8) says how it is written."""
+        self._machine.run(
+            "tc", "qdisc", "add", "dev", node, "root", "tbf", "rate", rate, "burst", "256k", "latency", "50ms"
+        )
+        self._slowed.add(node)
+
     def until_down(self, node: str) -> None:
         """Waits until SLURM has found out by itself that a node is gone."""
         self._until_nodes(f"{node} is down", [node], lambda state: "DOWN" in state)
 
     def drain(self, node: str) -> None:
-        self._inside("scontrol", "update", f"NodeName={node}", "State=DRAIN", "Reason=by hand")
+        self._machine.run("scontrol", "update", f"NodeName={node}", "State=DRAIN", "Reason=by hand")
         self._until_nodes(f"{node} is drained", [node], lambda state: "DRAIN" in state)
 
     def undrain(self, node: str) -> None:
@@ -280,13 +289,13 @@ class Cluster:
         """
         words = ["--parsable", "--partition=high", "--exclusive", f"--nodes={len(nodes)}"]
         words += [f"--nodelist={','.join(nodes)}", "--job-name=preemptor", "--output=/dev/null"]
-        job_id = self._inside("sbatch", *words, "--wrap=exec sleep infinity").strip()
+        job_id = self._machine.run("sbatch", *words, "--wrap=exec sleep infinity").strip()
         self.until_job(job_id, "RUNNING")
         return job_id
 
     def release(self, job_id: str) -> None:
         """Gives the nodes back that `preempt` took."""
-        self._inside("scancel", job_id)
+        self._machine.run("scancel", job_id)
         self.until_job(job_id, "CANCELLED")
 
     def _tell_down(self, node: str) -> None:
@@ -296,22 +305,19 @@ class Cluster:
         def down() -> bool:
             nonlocal told
             if "DOWN" not in self._node_states()[node]:
-                self._inside("scontrol", "update", f"NodeName={node}", "State=DOWN", "Reason=Not responding")
+                self._machine.run("scontrol", "update", f"NodeName={node}", "State=DOWN", "Reason=Not responding")
                 told = time.monotonic()
             # an answer that was under way when the network went may bring the node back once more
-            return time.monotonic() > told + 0.3
+            return time.monotonic() > told + packages.RELEASES[self.slurm].answers_within
 
         until(f"{node} is down", down)
 
     def _resume(self, node: str) -> None:
-        self._inside("scontrol", "update", f"NodeName={node}", "State=RESUME")
-
-    def _link(self, node: str, state: str) -> None:
-        self._inside("ip", "link", "set", node, state)
+        self._machine.run("scontrol", "update", f"NodeName={node}", "State=RESUME")
 
     def _register(self, node: str) -> None:
         """Has slurmd announce itself; SLURM would ask for it within a minute."""
-        for pid, name in self._processes()[node].items():
+        for pid, name in self._machine.processes()[node].items():
             if name == "slurmd":
                 os.kill(pid, signal.SIGHUP)
 
@@ -321,10 +327,10 @@ class Cluster:
 
         def gone() -> bool:
             nonlocal asked
-            strays[:] = [name for name in self._processes()[node].values() if name != "slurmd"]
+            strays[:] = [name for name in self._machine.processes()[node].values() if name != "slurmd"]
             # one that could not tell the controller of its job's end sleeps long before it tries again
             if set(strays) == {"slurmstepd"}:
-                self._kill(node, spared=["slurmd"])
+                self._machine.kill(node, spared=["slurmd"])
             elif strays and time.monotonic() > asked + 1:  # SLURM ends them when the node registers, not always at once
                 self._register(node)
                 asked = time.monotonic()
@@ -336,176 +342,99 @@ class Cluster:
 
     def stop_controller(self) -> None:
         """SLURM's commands fail, each after trying for 10 s; what runs goes on."""
-        self._stop("slurmctld")
+        self._machine.stop("slurmctld")
 
     def start_controller(self, *options: str) -> None:
         self._start_slurmctld(*options)
-        up, processes = self._inside("ip", "-brief", "link", "show", "up"), self._processes()
-        there = [node for node in NODES if f"{node}@" in up and "slurmd" in processes[node].values()]
+        up, processes = self._machine.run("ip", "-brief", "link", "show", "up"), self._machine.processes()
+        there = [node for node in self.nodes if f"{node}@" in up and "slurmd" in processes[node].values()]
         for node in there:
             self._register(node)
         self._until_nodes("the controller knows its nodes", there, lambda state: "UNKNOWN" not in state)
 
     def stop_database(self) -> None:
         """sacct fails (slurmdbd is gone); all else goes on."""
-        self._stop("slurmdbd")
+        self._machine.stop("slurmdbd")
 
     def start_database(self) -> None:
-        self._launch("slurmdbd")
-        self._until_listening("slurmdbd", DATABASE_PORT)
+        self._machine.launch("slurmdbd")
+        self._machine.until_listening("slurmdbd", DATABASE_PORT)
 
-    def accounting_off(self) -> None:
-        """A site without accounting: sacct says that it is disabled."""
-        self._change_site(accounting=False)
-
-    def accounting_on(self) -> None:
-        self._change_site(accounting=True)
-
-    def forbid_requeue(self) -> None:
-        """A site that allows no requeue: SLURM refuses it for every job that is submitted from now on."""
-        self._change_site(requeue=False)
-
-    def allow_requeue(self) -> None:
-        self._change_site(requeue=True)
-
-    def configure(self, *lines: str) -> None:
-        """A site with these lines in its slurm.conf too."""
-        (self.folder / "etc/site.conf").write_text(site() + "".join(f"{line}\n" for line in lines))
-        self._restart_controller()
+    def change_site(self, **change: Any) -> None:
+        """The site is as it was, but for these fields of `Site`."""
+        self._become(replace(self.site, **change))
 
     def forget_jobs(self) -> None:
         """A controller that has lost its state: it knows no job, and nodes end those that it does not know.
 
         So it is with those that have ended after MinJobAge. Accounting knows more.
         """
-        self._stop("slurmctld")
+        self._machine.stop("slurmctld")
         self.start_controller("-c")
 
-    def _change_site(self, **change: bool) -> None:
-        write_site(self.folder, **change)
-        self._restart_controller()  # the type of accounting is read at its start alone
-
-    def _restart_controller(self) -> None:
-        self._stop("slurmctld")
+    def _become(self, site: Site) -> None:
+        self.site = site
+        site.write(self.folder / "etc")
+        # much of it is read only when the controller starts
+        self._machine.stop("slurmctld")
         self.start_controller()
 
     def _start_slurmctld(self, *options: str) -> None:
-        self._launch("slurmctld", *options)
-        self._until_listening("slurmctld", CONTROLLER_PORT)
+        self._machine.launch("slurmctld", *options)
+        self._machine.until_listening("slurmctld", CONTROLLER_PORT)
 
     def _start_slurmd(self, node: str) -> None:
         # By nsenter, not `ip netns exec`, which mounts a /sys of its own over the one where slurmd looks for cgroups.
         # The host name is what torch announces, so each node has one.
-        self._launch("unshare", "--uts", "sh", "-c", f"hostname {node} && exec slurmd -N {node}", node=node)
+        self._machine.launch("unshare", "--uts", "sh", "-c", f"hostname {node} && exec slurmd -N {node}", node=node)
 
     # -- between tests
 
     def reset(self) -> None:
         """Ends all jobs and brings back every node, service and setting that a test may have changed."""
-        self._inside("ip", "-batch", "-", stdin="".join(f"link set {node} up\n" for node in NODES))
-        if not self._listens(DATABASE_PORT):
+        self._machine.run("ip", "-batch", "-", stdin="".join(f"link set {node} up\n" for node in self.nodes))
+        while self._slowed:
+            self._machine.run("tc", "qdisc", "del", "dev", self._slowed.pop(), "root")
+        if not self._machine.listens(DATABASE_PORT):
             self.start_database()
-        if (self.folder / "etc/site.conf").read_text() != site():
-            self._change_site()
-        elif not self._listens(CONTROLLER_PORT):
+        if self.site != SITES[self.slurm]:
+            self._become(SITES[self.slurm])
+        elif not self._machine.listens(CONTROLLER_PORT):
             self.start_controller()
         states = self._node_states()
-        for node, processes in self._processes().items():
+        for node, processes in self._machine.processes().items():
             if "slurmd" not in processes.values():
                 self._start_slurmd(node)
             elif not reachable(states[node]):
-                self._kill(node, spared=["slurmd"])
+                self._machine.kill(node, spared=["slurmd"])
                 self._register(node)
         self._end_jobs()
-        self._until_nodes("all nodes are back", NODES, reachable)
+        self._until_nodes("all nodes are back", self.nodes, reachable)
         for node, state in self._node_states().items():
             if not usable(state):
                 self._resume(node)
-        self._until_nodes("all nodes are up", NODES, usable)
+        self._until_nodes("all nodes are up", self.nodes, usable)
 
     def _end_jobs(self) -> None:
         began = time.monotonic()
 
         def ended() -> bool:
-            jobs = [line.split() for line in self._inside("squeue", "--noheader", "--format=%F %T").splitlines()]
+            jobs = [line.split() for line in self._machine.run("squeue", "--noheader", "--format=%F %T").splitlines()]
             living = sorted({job for job, state in jobs if state != "COMPLETING"})
             if living:
-                self._inside("scancel", "--quiet", *living)
+                self._machine.run("scancel", "--quiet", *living)
             # SLURM would grant them the time of KillWait. Without its srun a step would take 2 s to see its end.
             patient = time.monotonic() < began + 2
-            for node in NODES:
-                self._kill(node, spared=["slurmd", "slurmstepd", *(["srun"] if patient else [])])
-            return not jobs and all({*names.values()} == {"slurmd"} for names in self._processes().values())
+            for node in self.nodes:
+                self._machine.kill(node, spared=["slurmd", "slurmstepd", *(["srun"] if patient else [])])
+            return not jobs and all({*names.values()} == {"slurmd"} for names in self._machine.processes().values())
 
         until("no job is left", ended)
 
     # -- parts
 
-    def _path(self, inside: str) -> Path:
-        """A path inside as the host reaches it."""
-        return Path(f"/proc/{self._pid}/root{inside}")
-
-    def _enter(self, *options: str, node: str | None = None) -> list[str]:
-        """The words that run a command inside, on the login node or another."""
-        net = f"--net={self._path(f'/run/netns/{node}')}" if node else "--net"
-        return ["nsenter", "--target", str(self._pid), "--mount", "--uts", net, *options]
-
-    def _inside(self, *command: str, stdin: str = "") -> str:
-        """Runs a command as root on the login node, with nothing of this process's environment; its output."""
-        words = [*self._enter("--pid"), *command]
-        done = subprocess.run(words, env=CLEAN, input=stdin, capture_output=True, text=True, timeout=60, cwd="/")
-        if done.returncode != 0:
-            raise ClusterProblem(f"{shlex.join(command)}: {done.stderr.strip() or done.stdout.strip()}")
-        return done.stdout
-
-    def _launch(self, *daemon: str, node: str | None = None) -> None:
-        """Starts a daemon, which leaves this process by itself."""
-        log = self.folder / "log" / f"{node or daemon[0]}.out"
-        words = [*self._enter("--pid", node=node), *daemon]
-        # to a file: it may keep what it is given as output, and a pipe would then have no end
-        with log.open("ab") as out:
-            code = subprocess.call(words, env=CLEAN, stdin=subprocess.DEVNULL, stdout=out, stderr=out, cwd="/")
-        if code != 0:
-            raise ClusterProblem(f"{shlex.join(daemon)} does not start: {tail(log)}")
-
-    def _stop(self, daemon: str) -> None:
-        try:
-            number = int(self._path(f"/run/slurm/{daemon}.pid").read_text())
-        except FileNotFoundError:
-            return  # it does not run
-        self._inside("sh", "-c", f"kill {number}")
-        until(f"{daemon} has stopped", lambda: not self._path(f"/proc/{number}").exists())
-
-    def _listens(self, port: int) -> bool:
-        """Whether something on the login node listens at a port."""
-        lines = Path(f"/proc/{self._pid}/net/tcp").read_text().splitlines()[1:]
-        return any(fields[1].endswith(f":{port:04X}") and fields[3] == "0A" for fields in map(str.split, lines))
-
-    def _until_listening(self, daemon: str, port: int) -> None:
-        try:
-            until(f"{daemon} listens", lambda: self._listens(port))
-        except ClusterProblem as problem:
-            raise ClusterProblem(f"{problem}: {tail(self.folder / f'log/{daemon}.log')}") from None
-
-    def _processes(self) -> dict[str, dict[int, str]]:
-        """For each node the names of its living processes by their numbers on the host: those in its network."""
-        names = {f"net:[{self._path(f'/run/netns/{node}').stat().st_ino}]": node for node in NODES}
-        found: dict[str, dict[int, str]] = {node: {} for node in NODES}
-        for number in filter(str.isdigit, os.listdir("/proc")):
-            with contextlib.suppress(OSError):  # it ended meanwhile
-                node = names.get(os.readlink(f"/proc/{number}/ns/net"))
-                if node:
-                    found[node][int(number)] = Path(f"/proc/{number}/comm").read_text().strip()
-        return found
-
-    def _kill(self, node: str, spared: Collection[str] = ()) -> None:
-        for pid, name in self._processes()[node].items():
-            if name not in spared:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-
     def _node_states(self) -> dict[str, str]:
-        text = self._inside("scontrol", "show", "nodes", "--oneliner")
+        text = self._machine.run("scontrol", "show", "nodes", "--oneliner")
         return dict(re.findall(r"NodeName=(\S+).* State=(\S+)", text))
 
     def _until_nodes(self, what: str, nodes: Collection[str], condition: Callable[[str], bool]) -> None:
@@ -523,94 +452,18 @@ class Cluster:
         They become the command itself, so that signals reach it. Only srun and salloc, which last as long as their
         job and have to end with the cluster, are children in its process namespace; they end with their parent.
         """
-        enter = shlex.join(self._enter())
+        enter = shlex.join(self._machine.enter())
         for command in COMMANDS:
             lasting = " --pid setpriv --pdeathsig TERM" if command in ("srun", "salloc") else ""
             text = f"""\
                 #!/bin/sh
-                test -e {self._path(f"/run/{self._token}")} || {{ echo "{command}: the cluster is down" >&2; exit 1; }}
+                test -e {self._machine.mark} || {{ echo "{command}: the cluster is down" >&2; exit 1; }}
                 export SLURM_CONF={SLURM_CONF}
                 exec {enter} --wdns="$PWD"{lasting} {command} "$@"
                 """
             path = self.folder / "bin" / command
             path.write_text(textwrap.dedent(text))
             path.chmod(0o755)
-
-
-def write_state(folder: Path, prepared: Path, release: str, opened: list[str]) -> None:
-    """All that init.py and the daemons read."""
-    for name in ("bin", "etc", "home", "log"):
-        (folder / name).mkdir()
-    for source in (Path(__file__).parent / "etc").iterdir():
-        shutil.copyfile(source, folder / "etc" / source.name)
-    (folder / "etc/slurmdbd.conf").chmod(0o600)  # slurmdbd insists
-    (folder / "etc/cgroup.conf").write_text(packages.RELEASES[release].cgroup)
-    write_site(folder)
-    write_users(folder)
-    hosts = "".join(f"{address} {name}\n" for name, address in ADDRESSES.items())
-    (folder / "etc/hosts").write_text(f"127.0.0.1 localhost\n::1 localhost\n{hosts}")
-    key = folder / "munge.key"
-    key.touch(0o600)
-    key.write_bytes(secrets.token_bytes(128))
-    setup = {
-        "slurm": release,
-        "layers": packages.layers(prepared, release),
-        "database": str(prepared / "database"),
-        "addresses": ADDRESSES,
-        "opened": opened,
-        "token": f"cluster-{secrets.token_hex(8)}",
-    }
-    (folder / "setup.json").write_text(json.dumps(setup))
-
-
-def write_users(folder: Path) -> None:
-    """The host's users and groups with ours, who have home folders."""
-    users = [f"{name}:x:{number}:{number}::{INSIDE}/home/{name}:/bin/sh\n" for name, number in USERS.items()]
-    groups = [f"{name}:x:{number}:\n" for name, number in USERS.items()] + [f"lab:x:{LAB}:{','.join(USERS)}\n"]
-    for name, lines in (("passwd", users), ("group", groups)):
-        (folder / "etc" / name).write_text(Path("/etc", name).read_text().rstrip("\n") + "\n" + "".join(lines))
-    # su, by which SLURM asks for what a user's login shell sets, wants a line for each of them; nobody has a password
-    shadow = folder / "etc" / "shadow"
-    shadow.touch(0o600)
-    names = [line.partition(":")[0] for line in (folder / "etc/passwd").read_text().splitlines()]
-    shadow.write_text("".join(f"{name}:*:19000:0:99999:7:::\n" for name in names))
-    for name, number in USERS.items():
-        home = folder / "home" / name
-        home.mkdir()
-        os.chown(home, number, number)
-
-
-def site(accounting: bool = True, requeue: bool = True) -> str:
-    """Lines of slurm.conf for what sites do differently."""
-    lines = ["AccountingStorageType=accounting_storage/none"]
-    if accounting:
-        lines = ["AccountingStorageType=accounting_storage/slurmdbd", "AccountingStorageHost=ctl"]
-        lines += ["AccountingStoreFlags=job_comment"]
-    if not requeue:
-        lines += ["JobSubmitPlugins=lua"]
-    return "".join(f"{line}\n" for line in lines)
-
-
-def write_site(folder: Path, accounting: bool = True, requeue: bool = True) -> None:
-    (folder / "etc/site.conf").write_text(site(accounting, requeue))
-
-
-def start_init(folder: Path, detached: bool) -> subprocess.Popen[bytes]:
-    # --kill-child: whatever ends unshare ends the first process inside, and with it all others
-    words = ["unshare", "--mount", "--pid", "--net", "--uts", "--fork", "--kill-child"]
-    words += [sys.executable, str(Path(__file__).with_name("init.py")), str(folder)]
-    if not detached:
-        words = ["setpriv", "--pdeathsig", "KILL", *words]
-    with (folder / "log/init.log").open("wb") as log:
-        return subprocess.Popen(
-            words,
-            env=CLEAN,
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-            cwd="/",
-            start_new_session=True,  # Ctrl-C is for the one who uses the cluster
-        )
 
 
 def reachable(state: str) -> bool:
@@ -621,23 +474,10 @@ def usable(state: str) -> bool:
     return reachable(state) and "DRAIN" not in state
 
 
-def tail(log: Path) -> str:
-    lines = log.read_text(errors="replace").strip().splitlines() if log.exists() else []
-    return " | ".join(lines[-3:]) or "(it said nothing)"
-
-
-def until(what: str, condition: Callable[[], bool], seconds: float = 60, facts: object = "") -> None:
-    """Waits for a condition; raises ClusterProblem with what was awaited and the facts as they then are.
-
-    A look that takes long is followed by a longer pause: what is awaited needs the machine.
-    """
-    began = looked = time.monotonic()
-    while not condition():
-        now = time.monotonic()
-        if now > began + seconds:
-            raise ClusterProblem(f"not in {seconds:g} s: {what} {facts}".rstrip())
-        time.sleep(max(0.02, min(2 * (now - looked), 1.0)))
-        looked = time.monotonic()
+def remove_cgroups(token: str) -> None:
+    for name in HIERARCHIES:
+        for folder, _, _ in os.walk(f"/sys/fs/cgroup/{name}/{token}", topdown=False):
+            os.rmdir(folder)
 
 
 def main(verb: str, release: str) -> None:

@@ -1,18 +1,25 @@
-"""A real SLURM for all tests of this folder, as good as new for each of them: the oldest release or, of tests marked
-`every_slurm`, each one in turn. `TEST_SLURM` names the one for all tests instead."""
+"""A real SLURM for all tests of this folder, as good as new for each of them.
+
+It is that of the oldest release; for tests marked `every_slurm` each one in turn, and for those marked `needs_site`
+each whose site has what is named. `TEST_SLURM` chooses one for all tests instead.
+"""
 
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
 
 from tests.on_slurm import packages
 from tests.on_slurm.cluster import PREPARED, Cluster
+from tests.on_slurm.sites import SITES
+from tests.on_slurm.state import LAB
+from tests.on_slurm.users import User, make_user
 from tests.support import Project, make_project, require
 
 
@@ -23,11 +30,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    needs = metafunc.definition.get_closest_marker("needs_site")
+    on_all = needs or metafunc.definition.get_closest_marker("every_slurm")
     chosen = os.environ.get("TEST_SLURM")
-    if chosen is None and metafunc.definition.get_closest_marker("every_slurm"):
-        metafunc.parametrize("cluster", packages.RELEASES, indirect=True, scope="session")
-    elif chosen not in (None, packages.OLDEST):
-        metafunc.parametrize("cluster", [chosen], indirect=True, scope="session")
+    releases = [chosen] if chosen else [*packages.RELEASES] if on_all else [packages.OLDEST]
+    if needs:
+        releases = [release for release in releases if getattr(SITES[release], needs.args[0])]
+    if releases != [packages.OLDEST]:
+        metafunc.parametrize("cluster", releases, indirect=True, scope="session")
 
 
 @pytest.fixture(scope="session")
@@ -65,6 +75,38 @@ def slurm_project(cluster: Cluster, tmp_path: Path) -> Project:
     project.environ |= cluster.environ
     project.executor = "slurm"
     return project
+
+
+@pytest.fixture
+def student(cluster: Cluster) -> Iterator[User]:
+    with cleaned_up(make_user(cluster, "student")) as user:
+        yield user
+
+
+@pytest.fixture
+def colleague(cluster: Cluster) -> Iterator[User]:
+    with cleaned_up(make_user(cluster, "colleague")) as user:
+        yield user
+
+
+@contextmanager
+def cleaned_up(user: User) -> Iterator[User]:
+    """A user whose project has nothing new after a test but its runs."""
+    before = {*user.folder.iterdir(), user.folder / "runs"}
+    yield user
+    for path in {*user.folder.iterdir()} - before:
+        shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+
+
+@pytest.fixture
+def shared(cluster: Cluster) -> Path:
+    """A runs folder of the group that both are in, as this machine names it; others have no business there."""
+    folder = cluster.folder / "home" / "lab"
+    if not folder.exists():
+        folder.mkdir()
+        os.chown(folder, 0, LAB)
+        folder.chmod(0o2770)
+    return folder
 
 
 @pytest.fixture

@@ -7,6 +7,7 @@ It uses the standard library alone, since it has to run before any environment i
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import signal
@@ -19,6 +20,7 @@ from pathlib import Path
 
 INSIDE = Path("/run/cluster")  # the state folder as the daemons see it: short enough for sockets, open to every user
 DATABASE = Path("/run/database")
+CLONE_NEWCGROUP = 0x02000000
 SOCKET = Path("/run/mysqld/mysqld.sock")  # where slurmdbd looks
 
 
@@ -26,6 +28,8 @@ def main(state: Path) -> None:
     setup = json.loads((state / "setup.json").read_text())
     # read while /proc is still the host's: the number that nsenter needs on the host
     pid = os.readlink("/proc/self")
+    if setup["cgroups"]:
+        enter_cgroups(setup["cgroups"], setup["token"])
     isolate(state, setup["layers"])
     for path in setup["opened"]:
         open_to_users(Path(path))
@@ -70,6 +74,22 @@ MARIADB = [
 
 def mount(*words: str | Path) -> None:
     subprocess.run(["mount", *map(str, words)], check=True)
+
+
+def enter_cgroups(hierarchies: list[str], name: str) -> None:
+    """Goes into cgroups of this name, which are from then on all that is seen of the machine's."""
+    for hierarchy in hierarchies:
+        folder = Path("/sys/fs/cgroup") / hierarchy / name
+        folder.mkdir()
+        (folder / "cgroup.procs").write_text("0")
+    # Python has os.unshare since 3.12
+    if ctypes.CDLL(None).unshare(CLONE_NEWCGROUP) != 0:
+        raise SystemExit("no namespace of cgroups can be made")
+    mount("-t", "tmpfs", "tmpfs", "/sys/fs/cgroup")
+    for hierarchy in hierarchies:
+        own = Path("/sys/fs/cgroup") / hierarchy
+        own.mkdir()
+        mount("-t", "cgroup", "-o", hierarchy, "cgroup", own)
 
 
 def isolate(state: Path, layers: list[str]) -> None:

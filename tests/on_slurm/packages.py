@@ -1,4 +1,4 @@
-"""Gets the programs of real SLURMs, PostgreSQL and Chromium without installing them: `make cluster-deps`.
+"""Gets the programs of real SLURMs, Charliecloud, PostgreSQL and Chromium without installing them: `make cluster-deps`.
 
 With sbatch in /usr/bin, `--executor auto` would mean another thing on this machine, and Debian would start its
 services. So the packages are only unpacked, into folders that `init.py` lays over /usr in a namespace of its own.
@@ -15,11 +15,11 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-NAMES = ["mariadb-server", "iproute2", "postgresql", "libfaketime"]
+NAMES = ["mariadb-server", "iproute2", "postgresql", "libfaketime", "charliecloud-runtime"]
 # Chromium's program, its files, and the only fonts of the tests, so that a text is as wide on every machine
 NAMES += ["chromium-headless-shell", "chromium-common", "fonts-dejavu-core"]
 
@@ -33,21 +33,30 @@ class Release:
 
     suite: str
     """The release of Debian that has it."""
-    cgroup: str
-    """The lines of cgroup.conf: slurmd asks for a plugin even where nothing uses one, and finding out by itself which
-    one there is fails where /sys is not as expected."""
+    no_cgroups: str
+    """The lines of cgroup.conf where nothing uses cgroups: slurmd asks for a plugin all the same, and finding out by
+    itself which one there is fails where /sys is not as expected."""
+    answers_within: float
+    """Seconds after which the controller has seen every answer of a node that has got through."""
 
 
 RELEASES = {
     # this plugin does nothing at its start, while the one for version 2 wants systemd
-    "22.05": Release("bookworm", "CgroupPlugin=cgroup/v1\nCgroupAutomount=no\n"),
-    "24.11": Release("trixie", "CgroupPlugin=disabled\n"),
+    "22.05": Release("bookworm", "CgroupPlugin=cgroup/v1\nCgroupAutomount=no\n", 0.3),
+    "24.11": Release("trixie", "CgroupPlugin=disabled\n", 1.3),
 }
 OLDEST = next(iter(RELEASES))
 
 OF_SLURM = ("slurmctld", "slurmd", "slurm-client", "slurmdbd", "munge")
 KEPT = ("lib", "slurm", "munge", "zlib")
 """Beginnings of the names of their dependencies that are unpacked: what else a machine needs, this one has."""
+
+IMAGE = "image"
+OF_IMAGE = ("python3-minimal", "python3", "bash", "coreutils", "dash", "libgomp1", "libstdc++6")
+"""A system in which torch runs, but for torch."""
+
+PYTHONS = {(3, 11): "bookworm", (3, 13): "trixie"}
+"""The releases of Debian by their Python. That of the image has to be this one's, for which torch was built."""
 
 SOURCES = "deb [signed-by=/usr/share/keyrings/debian-archive-keyring.gpg] http://deb.debian.org/debian {suite} main\n"
 
@@ -65,7 +74,7 @@ def prepare_slurm(folder: Path, name: str) -> None:
     check_machine()
     own = folder / name
     shutil.rmtree(own, ignore_errors=True)
-    archives = download_slurm(own / "apt", RELEASES[name].suite)
+    archives = download_whole(own / "apt", RELEASES[name].suite, OF_SLURM)
     for archive in archives.glob("*.deb"):
         if not archive.name.startswith(KEPT):
             archive.unlink()
@@ -75,7 +84,25 @@ def prepare_slurm(folder: Path, name: str) -> None:
     shutil.rmtree(own / "apt")
 
 
-def download_slurm(apt: Path, suite: str) -> Path:
+def prepare_image(folder: Path) -> None:
+    """Makes folder/image/root, a system for a container; empty where Debian has no release with this Python."""
+    check_machine()
+    own = folder / IMAGE
+    shutil.rmtree(own, ignore_errors=True)
+    root = own / "root"
+    root.mkdir(parents=True)
+    if (suite := PYTHONS.get(sys.version_info[:2])) is None:
+        return
+    unpack(download_whole(own / "apt", suite, OF_IMAGE), root)
+    shutil.rmtree(own / "apt")
+    # what a container's runtime mounts its own files on
+    for name in ("passwd", "group", "hosts", "resolv.conf"):
+        (root / "etc" / name).touch()
+    # as Debian's installation writes it
+    (root / "etc/nsswitch.conf").write_text("passwd: files\ngroup: files\nhosts: files dns\n")
+
+
+def download_whole(apt: Path, suite: str, names: Sequence[str]) -> Path:
     """Gets the packages and all that they need, as for a machine that has nothing; the folder with them."""
     archives = apt / "archives"
     for path in (apt / "lists/partial", archives / "partial"):
@@ -93,11 +120,11 @@ def download_slurm(apt: Path, suite: str) -> Path:
     }
     (apt / "apt.conf").write_text("".join(f'{name} "{value}";\n' for name, value in settings.items()))
     environ = {"APT_CONFIG": str(apt / "apt.conf")}
-    for words in (["update"], ["install", "--download-only", "--no-install-recommends", "--yes", *OF_SLURM]):
+    for words in (["update"], ["install", "--download-only", "--no-install-recommends", "--yes", *names]):
         done = quiet(["apt-get", "-qq", *words], environ)
         if done.returncode != 0:
             said = done.stderr.strip().splitlines()[-1]
-            raise SystemExit(f"apt-get cannot get {' '.join(OF_SLURM)} of Debian's {suite}: {said}")
+            raise SystemExit(f"apt-get cannot get {' '.join(names)} of Debian's {suite}: {said}")
     return archives
 
 
@@ -145,9 +172,11 @@ def download(archives: Path) -> None:
     raise SystemExit(f"apt-get cannot get {' '.join(NAMES)}: {quiet(install).stderr.strip().splitlines()[-1]}")
 
 
-def quiet(command: list[str], more: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+def quiet(
+    command: list[str], more: Mapping[str, str] | None = None, cwd: Path | None = None
+) -> subprocess.CompletedProcess[str]:
     environ = os.environ | {"DEBIAN_FRONTEND": "noninteractive", "LC_ALL": "C"} | dict(more or {})
-    return subprocess.run(command, capture_output=True, text=True, env=environ, stdin=subprocess.DEVNULL)
+    return subprocess.run(command, capture_output=True, text=True, env=environ, stdin=subprocess.DEVNULL, cwd=cwd)
 
 
 def unpack(archives: Path, root: Path) -> None:
@@ -206,13 +235,15 @@ def postgresql(packages: Path, program: str, *options: str) -> list[str]:
     return words if os.geteuid() else ["unshare", "--map-user=1000", "--map-group=1000", *words]
 
 
-def main(folder: Path, release: str | None = None) -> None:
-    if release is None:
+def main(folder: Path, name: str | None = None) -> None:
+    if name is None:
         prepare(folder)
-    elif release in RELEASES:
-        prepare_slurm(folder, release)
+    elif name == IMAGE:
+        prepare_image(folder)
+    elif name in RELEASES:
+        prepare_slurm(folder, name)
     else:
-        raise SystemExit(f"SLURM {release}: there are {' and '.join(RELEASES)}")
+        raise SystemExit(f"SLURM {name}: there are {' and '.join(RELEASES)}")
 
 
 if __name__ == "__main__":

@@ -105,7 +105,9 @@ def ready(folder: Path, rank: int = 0, attempt: int = 1) -> bool:
 
 
 def steps(cluster: Cluster, job_id: str) -> list[str]:
-    return cluster.run("squeue", "--noheader", "--steps", f"--jobs={job_id}").stdout.splitlines()
+    """The steps that srun has started, which a step manager hides from squeue."""
+    shown = cluster.run("scontrol", "show", "step", "--oneliner", job_id).stdout
+    return re.findall(r"StepId=(\d+\.\d+) ", shown)
 
 
 def end_in(cluster: Cluster, job_id: str, seconds: int) -> None:
@@ -177,7 +179,7 @@ def test_resources_beyond_the_allocation_are_refused_with_one_line(
         ("--nodes", "3"): f"--nodes 3: allocation {job} has 2 for this run (n[1-2])",
         ("--gpus-per-node", "3"): f"--gpus-per-node 3: allocation {job} has 2 on n1",
         ("--cpus-per-task", "2"): "--cpus-per-task 2: 2 ranks on a node need 4 cores",
-        ("--mem", "600M"): f"--mem 600M: allocation {job} has 500M on n1",
+        ("--mem", "1100M"): f"--mem 1100M: allocation {job} has 1000M on n1",
         ("--time", "31"): f"--time 31: allocation {job} has 0:2",
         ("--partition", "high"): f"--partition high: allocation {job} has fixed this",
         ("--sbatch", "mail-type=END"): f"--sbatch mail-type: allocation {job} does not use sbatch",

@@ -58,7 +58,7 @@ def test_slurm_enforces_the_array_limit_and_cancel_ends_one_task_or_all(
     folder = group(slurm_project, "6%2", "exec sleep 60{seed}")
     wait_until(lambda: states(slurm_project, folder.name).count("RUNNING") == 2)
     pending = slurm_project.json("status", folder.name)[5]
-    assert (pending["state"], pending["reason"].partition(",")[0]) == ("PENDING", "JobArrayTaskLimit")
+    assert (pending["state"], pending["reason"].partition(":")[0]) == ("PENDING", "JobArrayTaskLimit")
     assert slurm_project.call("cancel", f"{folder.name}/5").returncode == 0
     wait_until(lambda: states(slurm_project, folder.name)[5] == "CANCELLED")
     assert states(slurm_project, folder.name).count("CANCELLED") == 1

@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 
 from tests.on_slurm import packages
-from tests.on_slurm.cluster import NODES, PREPARED, REPOSITORY, Cluster
+from tests.on_slurm.cluster import PREPARED, REPOSITORY, Cluster
+from tests.on_slurm.machine import NODES
 from tests.support import wait_until
 
 STUBBORN = "trap '' TERM; while :; do sleep 0.1; done"
@@ -196,12 +197,12 @@ def test_accounting_can_be_disabled_or_down(cluster: Cluster, login: Login) -> N
     assert asked.returncode != 0
     assert "Problem talking to the database" in asked.stderr
     cluster.start_database()
-    cluster.accounting_off()
+    cluster.change_site(accounting=False)
     asked = login.call("sacct")
     assert asked.returncode != 0
     assert "Slurm accounting storage is disabled" in asked.stderr
     cluster.until_job(login.submit("true"), "COMPLETED")
-    cluster.accounting_on()
+    cluster.change_site(accounting=True)
     job = login.submit("true", "--comment=a comment")
     cluster.until_job(job, "COMPLETED")
     words = ["sacct", "-n", "-P", "-X", "--format=State,Comment", "-j", job]
@@ -209,12 +210,12 @@ def test_accounting_can_be_disabled_or_down(cluster: Cluster, login: Login) -> N
 
 
 def test_site_can_forbid_requeues(cluster: Cluster, login: Login) -> None:
-    cluster.forbid_requeue()
+    cluster.change_site(submit_script="forbid_requeue")
     job = login.start("sleep 600", "--requeue")
     asked = login.call("scontrol", "requeue", job)
     assert asked.returncode != 0
     assert "Requested operation is presently disabled" in asked.stderr
-    cluster.allow_requeue()
+    cluster.change_site(submit_script="")
     job = login.start("sleep 600")
     assert login.call("scontrol", "requeue", job).returncode == 0
     assert cluster.until_job(job, "PENDING")["Restarts"] == "1"
@@ -240,7 +241,7 @@ def test_reset_restores_the_cluster(cluster: Cluster, login: Login) -> None:
     login.start(f"srun sh -c {STUBBORN!r}", "--nodes=2", "--nodelist=n1,n2")
     login.submit("sleep 600", "--array=0-999")
     login.submit("sleep 600", "--hold")
-    cluster.forbid_requeue()
+    cluster.change_site(submit_script="forbid_requeue")
     cluster.drain("n4")
     cluster.cut("n3", noticed=False)
     cluster.node_down("n2")
@@ -262,7 +263,7 @@ from tests.on_slurm.cluster import Cluster, REPOSITORY
 with Cluster.up(Path(sys.argv[1]), Path(sys.argv[2])) as cluster:
     cluster.run("sbatch", "--output=/dev/null", "--nodes=4", "--wrap=srun sleep 600")
     read = cluster.run("cat", REPOSITORY / "tests/on_slurm/cluster.py", user="student")
-    print(json.dumps({"pid": cluster._pid, "read": len(read.stdout)}), flush=True)
+    print(json.dumps({"pid": cluster._machine.pid, "read": len(read.stdout)}), flush=True)
     sys.stdin.read()
 """
 

@@ -76,7 +76,7 @@ def test_single_node_can_be_checked(slurm_project: Project) -> None:
 
 @pytest.mark.long
 def test_problems_of_a_cluster_are_reported(cluster: Cluster, slurm_project: Project) -> None:
-    cluster.accounting_off()
+    cluster.change_site(accounting=False)
     cluster.drain("n1")
     slurm_project.write(
         "mgpu.yaml", "cluster: a\nclusters: {a: {flags: {gpus-per-node: 9}}, b: {flags: {partition: x}}}\n"
@@ -111,7 +111,7 @@ def test_problems_of_a_cluster_are_reported(cluster: Cluster, slurm_project: Pro
 
 
 def test_disabled_requeueing_is_detected_from_the_job(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    cluster.forbid_requeue()
+    cluster.change_site(submit_script="forbid_requeue")
     monkeypatch.setenv("PATH", cluster.environ["PATH"])
     submitted = cluster.run("sbatch", "--parsable", "--requeue", "--hold", "--output=/dev/null", "--wrap=true")
     (found,) = requeue_findings(submitted.stdout.strip())

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from mgpu_slurm.run_folder import layout
 from mgpu_slurm.run_folder import states as run_states
+from mgpu_slurm.run_folder.checkpoint_names import complete_checkpoints
 from mgpu_slurm.run_folder.layout import RunFolder
 from mgpu_slurm.sweeps.study.snapshots import until_of
 from tests.on_slurm.cluster import Cluster
@@ -70,7 +70,7 @@ def check(folder: RunFolder, count: int) -> None:
         assert sorted(trial.intermediate_values) == list(range(1, reached[trial.number] + 1))
         assert reached[trial.number] == (1, 3, 9)[until_of(trial)]
         own = folder.of_trial(trial.number)
-        kept = len(layout.complete_checkpoints(own))
+        kept = len(complete_checkpoints(own))
         assert kept == {"WAITING": 1, "PRUNED": 0}.get(trial.state.name, kept)
     assert sum(each >= 3 for each in reached) <= max(1, count // 3)
     assert sum(each >= 9 for each in reached) <= max(1, count // 9)

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import re
 import shutil
+import sys
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -261,3 +262,43 @@ def test_failed_rank_ends_the_others_at_once(slurm_project: Project, cluster: Cl
     cluster.until_job(facts["job_id"], "FAILED")
     wait_until(lambda: processes_of(run.path) == [], seconds=10)
     assert "srun: error: n2: task 1: " in slurm_project.call("logs", run.run, "--launch").stdout
+
+
+@pytest.mark.needs_site("cgroups")
+def test_rank_that_slurm_ends_for_its_memory_is_out_of_memory(slurm_project: Project) -> None:
+    """SLURM has the kernel do it, and says so only in srun's messages and in accounting."""
+    grows = "import os, time; [b'x' * 2**26 for _ in range(50)] if os.environ['RANK'] == '1' else time.sleep(600)"
+    run = slurm_project.submit(*TWO_NODES, "--ntasks-per-node", "1", "--mem", "400M", "--", sys.executable, "-c", grows)
+    facts = slurm_project.finish(run)
+    assert (facts["state"], facts["reason"], facts["attempts"]) == ("OUT_OF_MEMORY", "rank 1 on n2: Out Of Memory", 1)
+    said = slurm_project.call("why", run.name).stdout
+    assert "\nwhy       a node ran out of RAM\n" in said
+    assert "\nfix       ask for more (`--mem`)" in said
+
+
+@pytest.mark.needs_site("step_manager")
+def test_steps_of_a_step_manager_are_found(slurm_project: Project, cluster: Cluster) -> None:
+    run = slurm_project.submit(*TWO_NODES, "--", "sleep", "600")
+    wait_until(lambda: slurm_project.json("status", run.name)[0]["state"] == "RUNNING")
+    job_id = slurm_project.json("status", run.name)[0]["job_id"]
+    listed = cluster.run("squeue", "--noheader", "--steps", f"--jobs={job_id}", "-o", "%i").stdout.split()
+    assert listed
+    assert not [step for step in listed if step.rpartition(".")[2].isdigit()]
+    asked = "import sys; from mgpu_slurm.slurm import steps; print(steps.busy(sys.argv[1]))"
+    done = cluster.run(sys.executable, "-c", asked, job_id, env=slurm_project.environ)
+    assert done.stdout == "{'n1': 1, 'n2': 1}\n", done.stderr
+    assert slurm_project.call("cancel", run.name).returncode == 0
+    assert slurm_project.call("wait", run.name).returncode == 1
+
+
+@pytest.mark.every_slurm
+def test_gpus_of_a_type_are_those_of_the_nodes_that_have_it(slurm_project: Project) -> None:
+    # gres.conf names no vendor
+    script = "echo $SLURMD_NODENAME $CUDA_VISIBLE_DEVICES $ROCR_VISIBLE_DEVICES"
+    done = slurm_project.call("submit", "--follow", "--gpus-per-node", "a100:1", "--", "sh", "-c", script)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "gpus      a100:1 per node, as requested\n" in done.stdout
+    assert "\nn4 0 0\n" in done.stdout
+    refused = slurm_project.call("submit", "--gpus-per-node", "h100:1", "--", "true")
+    assert refused.returncode == 3
+    assert refused.stderr.startswith("mgpu-slurm: sbatch refused the job: sbatch: "), refused.stderr

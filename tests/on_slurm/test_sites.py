@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shlex
 import stat
 import subprocess
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +15,11 @@ import pytest
 
 from mgpu_slurm.rank.rank_info import threads_per_rank
 from mgpu_slurm.run_folder.layout import RunFolder
-from tests.on_slurm.cluster import LAB, USERS, Cluster
-from tests.support import Project, log, wait_until
+from tests.on_slurm.cluster import Cluster
+from tests.on_slurm.state import LAB, USERS
+from tests.on_slurm.users import NO_GPUS, User
+from tests.support import Project, environment_in, log, wait_until
 
-NO_GPUS = ("--gpus-per-node", "0")
 SLEEP = ("--", "sleep", "600")
 
 
@@ -35,11 +34,6 @@ def says(run: Path, words: str) -> bool:
 def only_run(project: Project, pattern: str = "*") -> Path:
     (run,) = project.runs.glob(pattern)
     return run
-
-
-def environment_in(text: str) -> dict[str, str]:
-    """Of what `env -0` has printed."""
-    return dict(pair.split("=", 1) for pair in text.split("\0") if "=" in pair)
 
 
 # -- from inside a job
@@ -89,65 +83,6 @@ def test_run_submitted_inside_a_run_gets_a_clean_environment(slurm_project: Proj
 
 
 # -- users
-
-
-@dataclass(frozen=True)
-class User:
-    """An ordinary user on the login node, in a project folder at home."""
-
-    cluster: Cluster
-    name: str
-
-    @property
-    def folder(self) -> Path:
-        """As this machine names it."""
-        return self.cluster.folder / "home" / self.name / "project"
-
-    def call(self, *words: str | Path, **environ: str) -> subprocess.CompletedProcess[str]:
-        folder = self.cluster.home(self.name) / "project"
-        command = (sys.executable, "-m", "mgpu_slurm", *words)
-        return self.cluster.run(*command, user=self.name, cwd=folder, env=environ, timeout=100)
-
-    def submit(self, *words: str, **environ: str) -> str:
-        done = self.call("submit", "--json", *NO_GPUS, *words, **environ)
-        assert done.returncode == 0, done.stderr
-        name: str = json.loads(done.stdout)["run"]
-        return name
-
-    def state(self, name: str | Path, **environ: str) -> str:
-        done = self.call("status", "--json", name, **environ)
-        assert done.returncode == 0, done.stderr
-        state: str = json.loads(done.stdout)[0]["state"]
-        return state
-
-
-def make_user(cluster: Cluster, name: str) -> User:
-    user = User(cluster, name)
-    if not user.folder.exists():
-        user.folder.mkdir()
-        os.chown(user.folder, USERS[name], USERS[name])
-    return user
-
-
-@pytest.fixture
-def student(cluster: Cluster) -> User:
-    return make_user(cluster, "student")
-
-
-@pytest.fixture
-def colleague(cluster: Cluster) -> User:
-    return make_user(cluster, "colleague")
-
-
-@pytest.fixture
-def shared(cluster: Cluster) -> Path:
-    """A runs folder of the group that both are in, as this machine names it; others have no business there."""
-    folder = cluster.folder / "home" / "lab"
-    if not folder.exists():
-        folder.mkdir()
-        os.chown(folder, 0, LAB)
-        folder.chmod(0o2770)
-    return folder
 
 
 def one_line(done: subprocess.CompletedProcess[str], code: int) -> str:
@@ -203,9 +138,9 @@ def test_group_member_can_read_but_not_change_runs_open_to_the_group(
     said = one_line(colleague.call("cancel", name, **runs), 3)
     assert said == f"mgpu-slurm: run {name} belongs to student: SLURM does not let you cancel it\n"
     # where SLURM keeps it to itself how others' jobs stand, the run's own records tell
-    student.cluster.configure("PrivateData=jobs")
+    student.cluster.change_site(lines=("PrivateData=jobs",))
     assert colleague.state(name, **runs) == "RUNNING"
-    student.cluster.configure()
+    student.cluster.change_site(lines=())
     assert student.call("cancel", name, closed, **runs).returncode == 0
     # SLURM's word on the end is told, though it cannot be written down
     wait_until(lambda: colleague.state(name, **runs) == "CANCELLED")
@@ -350,7 +285,7 @@ def test_export_none_gives_ranks_the_login_shell_environment(
     home = student.folder.parent
     (home / ".profile").write_text(profile)
     (student.folder / "mgpu.yaml").write_text("clusters: {here: {environment: {OF_SITE: 'of the cluster file'}}}\n")
-    cluster.configure("CliFilterPlugins=lua")
+    cluster.change_site(lines=("CliFilterPlugins=lua",))
     try:
         name = student.submit("--nodes", "2", "--", "env", "-0", MINE="my own")
         assert student.call("wait", name).returncode == 0, student.call("logs", name, "--launch").stdout
@@ -415,7 +350,7 @@ def test_cluster_file_sets_sbatch_options_setup_and_environment(slurm_project: P
     assert (job["TimeLimit"], job["Nice"], job["Requeue"]) == ("00:10:00", "7", "1")
     assert job["Comment"].startswith("of project 7 mgpu-")
     # `gres:gpu:2`, or `gres/gpu:2` in later releases
-    assert (job["TresPerNode"].replace("/", ":"), job["MinMemoryCPU"]) == ("gres:gpu:2", "500M")
+    assert (job["TresPerNode"].replace("/", ":"), job["MinMemoryCPU"]) == ("gres:gpu:2", "1000M")
     assert (job["StdOut"], job["WorkDir"]) == (
         str(RunFolder(run).launch_log(facts["job_id"])),
         str(slurm_project.folder),
@@ -473,7 +408,7 @@ def test_failed_setup_is_reported_with_its_error(slurm_project: Project) -> None
 @pytest.fixture
 def strict(cluster: Cluster) -> None:
     """A site that refuses at once what it could never start, and accounts that nobody has."""
-    cluster.configure("EnforcePartLimits=ALL", "AccountingStorageEnforce=associations")
+    cluster.change_site(lines=("EnforcePartLimits=ALL", "AccountingStorageEnforce=associations"))
 
 
 @pytest.mark.every_slurm
@@ -496,7 +431,7 @@ def test_sbatch_refusal_is_quoted_and_leaves_no_run(slurm_project: Project) -> N
         assert said in line, (words, line)
         assert list(slurm_project.runs.glob("*")) == [], words
     done = slurm_project.call("submit", "--partition", "nowhere", "--", "true")
-    assert one_line(done, 3) == ("mgpu-slurm: --partition nowhere: no such partition; `sinfo` lists them\n")
+    assert one_line(done, 3) == ("mgpu-slurm: --partition nowhere: no such partition; there are main, high\n")
 
 
 @pytest.mark.every_slurm

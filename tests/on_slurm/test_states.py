@@ -143,7 +143,7 @@ class TestWithoutAccounting:
     def test_final_states_are_correct_before_and_after_slurm_forgets_them(
         self, slurm_project: Project, cluster: Cluster
     ) -> None:
-        cluster.accounting_off()
+        cluster.change_site(accounting=False)
         two_nodes = ("--nodes", "2", "--nodelist", "n3,n4", "--max-requeues", "0")
         runs = {
             "CANCELLED": start(slurm_project, "--nodelist", "n1", *SLEEP),
@@ -165,14 +165,14 @@ class TestWithoutAccounting:
         assert slurm_project.call("wait", runs["NODE_FAIL"].name).returncode == 1
 
     def test_run_cancelled_before_its_start_is_not_lost(self, slurm_project: Project, cluster: Cluster) -> None:
-        cluster.accounting_off()
+        cluster.change_site(accounting=False)
         run = submit(slurm_project, "--sbatch", "hold", *SLEEP)
         assert slurm_project.call("cancel", run.name).returncode == 0
         cluster.forget_jobs()
         assert state_of(slurm_project, run) == ("CANCELLED", "cancelled")
 
     def test_job_that_vanished_is_lost_and_can_be_resumed(self, slurm_project: Project, cluster: Cluster) -> None:
-        cluster.accounting_off()
+        cluster.change_site(accounting=False)
         run = start(slurm_project, "--", "sh", "-c", "test $MGPU_ATTEMPT = 2 || exec sleep 600; echo back")
         waiting = slurm_project.start("wait", run.name)
         cluster.forget_jobs()
@@ -271,7 +271,7 @@ class TestAlive:
             script.write_text(f"#!/bin/sh\nuntil test -e {script}.go; do sleep 0.05; done\n")
             script.chmod(0o755)
             lines.append(f"{name}Slurmctld={script}")
-        cluster.configure(*lines)
+        cluster.change_site(lines=tuple(lines))
         run = submit(slurm_project, *SLEEP)
         cluster.until_job(job_of(run), "CONFIGURING")
         assert state_of(slurm_project, run) == ("PENDING", "CONFIGURING")

@@ -130,7 +130,7 @@ def test_only_one_of_two_jobs_with_the_same_token_runs(slurm_project: Project, c
 
 @pytest.mark.every_slurm
 def test_another_job_continues_the_run_if_requeue_is_refused(slurm_project: Project, cluster: Cluster) -> None:
-    cluster.forbid_requeue()
+    cluster.change_site(submit_script="forbid_requeue")
     folder = submit(slurm_project, "--max-requeues", "1", "--", "sh", "-c", ONCE_AGAIN)
     (first,) = jobs_of(cluster, folder)
     facts = wait_for(slurm_project, folder)
@@ -144,7 +144,7 @@ def test_another_job_continues_the_run_if_requeue_is_refused(slurm_project: Proj
 def test_cancel_also_ends_the_next_job_while_it_is_being_submitted(
     slurm_project: Project, cluster: Cluster, tmp_path: Path
 ) -> None:
-    cluster.forbid_requeue()
+    cluster.change_site(submit_script="forbid_requeue")
     sbatch = wrap(tmp_path / "inside", Path("/usr/bin/sbatch"))
     sbatch.plan("wait-and-take")
     setup = f"export PATH={sbatch.state / 'bin'}:$PATH"
@@ -159,7 +159,7 @@ def test_cancel_also_ends_the_next_job_while_it_is_being_submitted(
 
 
 def test_requeues_are_counted_over_all_jobs_of_a_run(slurm_project: Project, cluster: Cluster) -> None:
-    cluster.forbid_requeue()
+    cluster.change_site(submit_script="forbid_requeue")
     folder = submit(slurm_project, "--max-requeues", "1", "--", "sh", "-c", "exit 75")
     facts = wait_for(slurm_project, folder, "TIMEOUT")
     assert facts["attempts"] == 2
@@ -167,7 +167,7 @@ def test_requeues_are_counted_over_all_jobs_of_a_run(slurm_project: Project, clu
 
 
 def test_array_task_continues_alone_and_dependents_wait_for_it(slurm_project: Project, cluster: Cluster) -> None:
-    cluster.forbid_requeue()
+    cluster.change_site(submit_script="forbid_requeue")
     until = f"until [ -e {slurm_project.folder}/$MGPU_ATTEMPT ]; do sleep 0.05; done"
     script = f"[ {{seed}} = 0 ] && exit 0; {until}; {ONCE_AGAIN}"
     group = RunFolder(slurm_project.submit("--gpus-per-node", "0", "--seeds", "2", "--", "sh", "-c", script))
@@ -250,3 +250,25 @@ def test_job_submitted_from_untrusted_folder_imports_nothing_from_it(slurm_proje
     done = subprocess.run([*words, target], cwd=strangers, env=environ, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert not mark.exists()
+
+
+def test_site_that_rewrites_names_and_comments_still_runs_each_job_once(
+    slurm_project: Project, cluster: Cluster, sbatch: Sbatch
+) -> None:
+    """Nothing in SLURM's queue shows then whose job it is, and where a run may have been submitted, it is again."""
+    cluster.change_site(submit_script="rewrite")
+    sbatch.plan("take-and-say-nothing")
+    folder = submit(slurm_project, "--time", "60", "--", "echo", "done")
+    facts = wait_for(slurm_project, folder)
+    assert facts["attempts"] == 1
+    assert folder.rank_log(1, 0).read_text() == "done\n"
+    job = cluster.job(str(facts["job_id"]))
+    assert (job["JobName"], job["Partition"]) == (f"site-{folder.run}", "high")
+    assert job["Comment"].strip() == "project 7"
+    assert job["TimeLimit"] == "00:10:00"
+
+    slow = slurm_project.submit("--gpus-per-node", "0", "--name", "slow", "--", "sleep", "600")
+    wait_until(lambda: slurm_project.json("status", slow.name)[0]["state"] == "RUNNING")
+    assert slurm_project.call("cancel", slow.name).returncode == 0
+    assert slurm_project.call("wait", slow.name).returncode == 1
+    assert slurm_project.json("status", slow.name)[0]["state"] == "CANCELLED"

@@ -21,7 +21,8 @@ from mgpu_slurm.checkpoints import folder as checkpoints
 from mgpu_slurm.checkpoints.reader import StoredTensors
 from mgpu_slurm.core import interpreter
 from mgpu_slurm.registry import current_state
-from mgpu_slurm.run_folder import layout, records
+from mgpu_slurm.run_folder import records
+from mgpu_slurm.run_folder.checkpoint_names import complete_checkpoints, newest_checkpoint
 from mgpu_slurm.run_folder.layout import RunFolder
 from mgpu_slurm.run_folder.record_types import RunState
 from mgpu_slurm.sweeps.scheduling import samplers
@@ -222,7 +223,7 @@ class Chaos:
             return False
         own = self._folder.of_trial(trial)
         # there is something to go on from
-        return epochs(own.path) == {1: [1, 2]} and bool(layout.complete_checkpoints(own))
+        return epochs(own.path) == {1: [1, 2]} and bool(complete_checkpoints(own))
 
     def _start_what_waits(self) -> None:
         """SLURM holds back what it has requeued."""
@@ -308,7 +309,7 @@ def test_no_trial_is_lost_or_counted_twice_whatever_happens(project: Project, cl
             assert done in ({1: [1, 2], 2: [3, 4]}, {1: [1, 2], 2: [2, 3, 4]})
     # what the best one has kept is worth what it is said to be
     best = project.json("best", "study")
-    kept = layout.newest_checkpoint(folder.of_trial(best["number"]))
+    kept = newest_checkpoint(folder.of_trial(best["number"]))
     assert kept is not None
     stored = StoredTensors(checkpoints.tensor_files(kept), like={})
     model = torch.nn.Linear(1, 1)

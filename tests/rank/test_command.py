@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from mgpu_slurm.core.processes import descendants
-from mgpu_slurm.request.spec import Resources, Spec, Target
+from mgpu_slurm.request.resources import Resources
+from mgpu_slurm.request.spec import Spec, Target
 from mgpu_slurm.run_folder.layout import RunFolder
 from tests.support import wait_until
 
@@ -19,35 +20,56 @@ TERMINATED_EARLY = """
 import os, signal, subprocess, sys
 from pathlib import Path
 from types import SimpleNamespace
+from mgpu_slurm.core.processes import descendants
 from mgpu_slurm.rank import command
 from mgpu_slurm.request.spec import read_spec
 from mgpu_slurm.run_folder.layout import RunFolder
+from tests.support import wait_until
 
 class Popen(subprocess.Popen):
     def __init__(self, words, **options):
+        # the other is the witness of signals, just before the command
+        is_command = "executable" in options
+        if is_command == (sys.argv[2] == "with"):
+            os.kill(os.getpid(), signal.SIGTERM)
         super().__init__(words, **options)
-        if words[0] == "sh":
+        if is_command and (words[0] == "touch" or words[-1] == "kill -TERM $$"):
             os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
+        elif is_command and words[0] == "sh":
+            wait_until(lambda: descendants(self.pid))
 
-# the last call before the child is started
-command.adopt_orphans = lambda: os.kill(os.getpid(), signal.SIGTERM)
-command.subprocess.Popen = Popen
+subprocess.Popen = Popen
 folder = RunFolder(Path(sys.argv[1]))
 spec = read_spec(folder)
-print(command.run_command(SimpleNamespace(spec=spec, folder=folder, attempt=1), spec.target.command))
+print(command.run_command(SimpleNamespace(spec=spec, folder=folder, attempt=1, listener=None), spec.target.command))
 """
 
 
-@pytest.mark.parametrize("command", [("sleep", "600"), ("sh", "-c", "kill -TERM $$")], ids=["runs", "has ended"])
-def test_sigterm_that_precedes_the_start_of_the_command_ends_it(tmp_path: Path, command: tuple[str, ...]) -> None:
-    """Whether the command has still to be told, or the signal of the whole group has ended it already."""
+def ended_early(tmp_path: Path, command: tuple[str, ...], when: str) -> RunFolder:
+    """Run a command that a SIGTERM ends as it starts, "with" or "before" it; return the folder of its run."""
     folder = RunFolder(tmp_path / "runs" / "try")
     folder.create()
     Spec("try", Target(command=command), "slurm", Resources(), python=sys.executable).write(folder)
-    script = [sys.executable, "-c", TERMINATED_EARLY, str(folder.path)]
+    script = [sys.executable, "-c", TERMINATED_EARLY, str(folder.path), when]
     done = subprocess.run(script, capture_output=True, text=True, timeout=60)
     assert (done.stdout, done.stderr) == ("0\n", "")
     assert folder.terminated(1).exists()
+    return folder
+
+
+@pytest.mark.parametrize(
+    "command",
+    [("sleep", "600"), ("sh", "-c", "sleep 600; exit"), ("sh", "-c", "kill -TERM $$")],
+    ids=["runs", "has a child", "has ended"],
+)
+def test_sigterm_that_comes_as_the_command_starts_ends_it(tmp_path: Path, command: tuple[str, ...]) -> None:
+    """Whether the command and its children have still to be told, or the signal of the whole group has ended it."""
+    ended_early(tmp_path, command, "with")
+
+
+def test_command_does_not_start_after_a_sigterm(tmp_path: Path) -> None:
+    ended_early(tmp_path, ("touch", str(tmp_path / "started")), "before")
+    assert not (tmp_path / "started").exists()
 
 
 COUNTS = """
@@ -72,7 +94,7 @@ from mgpu_slurm.run_folder.layout import RunFolder
 
 folder = RunFolder(Path(sys.argv[1]))
 spec = read_spec(folder)
-sys.exit(command.run_command(SimpleNamespace(spec=spec, folder=folder, attempt=1), spec.target.command))
+sys.exit(command.run_command(SimpleNamespace(spec=spec, folder=folder, attempt=1, listener=None), spec.target.command))
 """
 
 

@@ -10,8 +10,9 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
+from mgpu_slurm.core import node_gpus
 from mgpu_slurm.data import randomness
-from mgpu_slurm.rank import rank_info
+from mgpu_slurm.rank import preflight, rank_info
 from mgpu_slurm.rank.rank_info import RankInfo
 from mgpu_slurm.rank.signals import StopFlag
 from mgpu_slurm.request.spec import GPU_SHARE_VARIABLE
@@ -59,7 +60,7 @@ def test_process_that_shares_a_gpu_may_use_its_part_of_the_memory(monkeypatch: p
     ],
 )
 def test_ranks_of_a_node_share_its_gpus(local_rank: int, local_ranks: int, gpus: int, own: list[int]) -> None:
-    assert rank_info.share_of_gpus(local_rank, local_ranks, gpus) == own
+    assert node_gpus.share_of_gpus(local_rank, local_ranks, gpus) == own
 
 
 def test_rank_of_an_unknown_number_takes_one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -69,6 +70,20 @@ def test_rank_of_an_unknown_number_takes_one_gpu(monkeypatch: pytest.MonkeyPatch
     assert rank_info.own_devices(RankInfo(1, 2, 1, 2)) == [torch.device("cuda", 1)]
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     assert rank_info.own_devices(RankInfo(1, 2, 1, 2)) == [torch.device("cuda", 2), torch.device("cuda", 3)]
+
+
+def test_instances_of_a_gpu_are_one_to_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert rank_info.gpu_for_nccl(torch.device("cpu")) is None
+    monkeypatch.setattr(rank_info, "gpu_identity", lambda device: "of the instance")
+    gpu = torch.device("cuda", 0)
+    seen = []
+    for own in ("MIG-GPU-8f/1/0", "MIG-GPU-8f/2/0", "GPU-8f"):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", own)
+        seen.append(rank_info.gpu_for_nccl(gpu))
+    assert seen == ["GPU-8f (divided by MIG)", "GPU-8f (divided by MIG)", "of the instance"]
+    told = preflight.shared_gpu_warnings([("n1", each) for each in seen])
+    assert told.keys() == {0, 1}
+    assert "the same GPU, GPU-8f (divided by MIG) of n1, and communicate without NCCL" in told[0]
 
 
 def test_threads_divide_the_cores_unless_slurm_sets_cpus_per_task(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -125,8 +125,10 @@ def test_slow_start_is_not_stuck_and_children_show_no_stack(tmp_path: Path) -> N
     shown = tmp_path / "stacks"
     # of C, and it keeps the interpreter's lock for longer than a busy machine would
     stalls = "import ctypes; ctypes.PyDLL(None).usleep(1_500_000)"
+    # Python 3.12 and later warn of the fork
     body = f"""
-import os
+import os, warnings
+warnings.simplefilter("ignore")
 child = os.fork()
 if not child:
     watchdog.alive()

@@ -12,7 +12,8 @@ from mgpu_slurm.core.errors import UserError
 from mgpu_slurm.core.files import read_json, write_json
 from mgpu_slurm.reports import run_diff
 from mgpu_slurm.reports.run_diff import compare
-from mgpu_slurm.request.spec import Resources, Spec, Target
+from mgpu_slurm.request.resources import Resources
+from mgpu_slurm.request.spec import Spec, Target
 from mgpu_slurm.run_folder.layout import RunFolder
 from tests.metrics.event_files import ended_run
 from tests.support import Project

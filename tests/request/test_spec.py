@@ -7,8 +7,10 @@ from pathlib import Path
 import pytest
 
 from mgpu_slurm.core.errors import UserError
+from mgpu_slurm.request import resources as requested
 from mgpu_slurm.request import spec
-from mgpu_slurm.request.spec import Resources, Spec, Target
+from mgpu_slurm.request.resources import Resources
+from mgpu_slurm.request.spec import Spec, Target
 from mgpu_slurm.run_folder.layout import RunFolder
 
 
@@ -17,6 +19,14 @@ from mgpu_slurm.run_folder.layout import RunFolder
     [
         ({"nodes": 0}, "--nodes 0: expected a whole number of at least 1"),
         ({"gpus-per-node": -1}, "--gpus-per-node -1"),
+        ({"gpus-per-node": "-1"}, "--gpus-per-node -1: expected a whole number of at least 0"),
+        (
+            {"gpus-per-node": "9" * 5000},
+            f"--gpus-per-node {'9' * 5000}: expected a number, or a type with one as in a100:2",
+        ),
+        ({"gpus-per-node": "a100"}, "--gpus-per-node a100: expected a number, or a type with one as in a100:2"),
+        ({"gpus-per-node": "a100:2,h100:1"}, "--gpus-per-node a100:2,h100:1: expected a number"),
+        ({"gpus-per-node": "a100:"}, "--gpus-per-node a100:: expected a number"),
         ({"time": -5}, "--time '-5'"),
         ({"node": 2}, r"unknown flag 'node' \(did you mean 'nodes'\?\)"),
         ({"nodes": "two"}, "nodes='two': expected a valid integer"),
@@ -24,7 +34,18 @@ from mgpu_slurm.run_folder.layout import RunFolder
 )
 def test_invalid_resources_are_rejected(flags: dict[str, object], words: str) -> None:
     with pytest.raises(UserError, match=words):
-        spec.resources_from(flags, "the call")
+        requested.resources_from(flags, "the call")
+
+
+@pytest.mark.parametrize("kind", ["a100", "1g.5gb", "nvidia_a100_3g.39gb", "GH200-96"])
+def test_gpus_may_have_a_type(kind: str) -> None:
+    resources = requested.resources_from({"nodes": 2, "gpus-per-node": f"{kind}:4"}, "the call")
+    assert (resources.gpu_type, resources.gpus_per_node, resources.ranks, resources.gpus) == (kind, 4, 8, 8)
+    assert resources.gpus_as_requested == resources.value_of("gpus-per-node") == f"{kind}:4"
+    # as a resume with other flags does
+    flags = {name: resources.value_of(name) for name in requested.RESOURCE_FLAGS}
+    assert requested.resources_from(flags, "the call") == resources
+    assert requested.resources_from(flags | {"gpus_per_node": "2"}, "the call").gpus_as_requested == "2"
 
 
 def test_one_rank_per_gpu_unless_asked_otherwise() -> None:
@@ -46,7 +67,7 @@ def test_invalid_run_name_is_rejected(name: str) -> None:
 )
 def test_invalid_sbatch_option_is_rejected(item: str, words: str) -> None:
     with pytest.raises(UserError, match=words):
-        spec.sbatch_pairs((item,))
+        requested.sbatch_pairs((item,))
 
 
 def test_spec_round_trips_through_its_file(tmp_path: Path) -> None:

@@ -11,7 +11,8 @@ from typing import TypeAlias
 import pytest
 
 from mgpu_slurm.core.errors import ClusterError
-from mgpu_slurm.request.spec import Resources, Spec, Target
+from mgpu_slurm.request.resources import Resources
+from mgpu_slurm.request.spec import Spec, Target
 from mgpu_slurm.run_folder import records
 from mgpu_slurm.run_folder.layout import RunFolder
 from mgpu_slurm.slurm import commands, sbatch

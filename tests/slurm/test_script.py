@@ -12,7 +12,8 @@ import pytest
 
 from mgpu_slurm.core import interpreter
 from mgpu_slurm.core.errors import UserError
-from mgpu_slurm.request.spec import Resources, Spec, Target
+from mgpu_slurm.request.resources import Resources
+from mgpu_slurm.request.spec import Spec, Target
 from mgpu_slurm.run_folder.layout import RunFolder
 from mgpu_slurm.slurm.script import Array, render
 
@@ -171,6 +172,13 @@ def test_all_options_are_rendered() -> None:
 
 def test_zero_gpus_sends_no_gpu_flag() -> None:
     assert "gpus" not in rendered(make(resources={"gpus_per_node": 0}))
+
+
+def test_type_of_gpus_is_sent() -> None:
+    asked = {"gpus_per_node": 4, "gpu_type": "a100"}
+    assert "#SBATCH --gpus-per-node=a100:4\n" in rendered(make(resources=asked))
+    renamed = make(rename={"gpus-per-node": "gres=gpu:{}"}, resources=asked)
+    assert "#SBATCH --gres=gpu:a100:4\n" in rendered(renamed)
 
 
 def test_explicit_single_task_per_node_is_sent() -> None:

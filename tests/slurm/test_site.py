@@ -93,11 +93,11 @@ def test_slurm_version_is_parsed(output: str, version: tuple[int, ...]) -> None:
     assert site.parse_version(output) == version
 
 
-def test_associations_are_parsed_with_and_without_limits() -> None:
-    output = "root|||normal\nlab-a|4|100|long,normal\nsomething else\n"
+def test_associations_are_parsed() -> None:
+    output = "root|normal\nlab-a|long,normal\nsomething else\n"
     assert site.parse_associations(output) == [
-        Association("root", None, None, ("normal",)),
-        Association("lab-a", 4, 100, ("long", "normal")),
+        Association("root", ("normal",)),
+        Association("lab-a", ("long", "normal")),
     ]
 
 
@@ -159,8 +159,8 @@ def test_gpus_per_node_asks_the_cluster(fake_command: FakeCommand) -> None:
 
 def test_unknown_partition_is_named_in_the_error(fake_command: FakeCommand) -> None:
     # sinfo says nothing of it, and that with exit code 0
-    fake_command("sinfo", "true")
-    with pytest.raises(ClusterError, match=r"^--partition gpuu: no such partition"):
+    fake_command("sinfo", 'case "$*" in *--partition=*) ;; *) echo cpu; echo gpu;; esac')
+    with pytest.raises(ClusterError, match=r"^--partition gpuu: no such partition; there are cpu, gpu$"):
         site.gpus_per_node("gpuu")
 
 

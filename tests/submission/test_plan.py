@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from mgpu_slurm.core.errors import UserError
-from mgpu_slurm.request.spec import Resources, Spec, Target
+from mgpu_slurm.request.resources import Resources
+from mgpu_slurm.request.spec import Spec, Target
 from mgpu_slurm.run_folder.layout import RunFolder
 from mgpu_slurm.submission.plan import Plan, Request, make
 

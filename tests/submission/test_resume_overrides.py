@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from mgpu_slurm.core.errors import UserError
-from mgpu_slurm.request.spec import Resources, Spec, Target, read_spec
+from mgpu_slurm.request.resources import Resources
+from mgpu_slurm.request.spec import Spec, Target, read_spec
 from mgpu_slurm.run_folder.layout import RunFolder
 from mgpu_slurm.run_folder.records import update_state
 from mgpu_slurm.submission.resume_overrides import Change, applied

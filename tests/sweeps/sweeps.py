@@ -11,7 +11,8 @@ from optuna.study import Study
 from mgpu_slurm.core import files, processes
 from mgpu_slurm.rank.signals import Stop
 from mgpu_slurm.request import config as configs
-from mgpu_slurm.request.spec import Resources, Spec, Target
+from mgpu_slurm.request.resources import Resources
+from mgpu_slurm.request.spec import Spec, Target
 from mgpu_slurm.run_folder import records
 from mgpu_slurm.run_folder.layout import RunFolder
 from mgpu_slurm.sweeps.client.messages import Assignment, Leave

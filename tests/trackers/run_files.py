@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from mgpu_slurm.core.files import append_jsonl
-from mgpu_slurm.request.spec import Resources, Spec, Target
+from mgpu_slurm.request.resources import Resources
+from mgpu_slurm.request.spec import Spec, Target
 from mgpu_slurm.run_folder import records
 from mgpu_slurm.run_folder.layout import RunFolder
 from mgpu_slurm.run_folder.record_types import Report

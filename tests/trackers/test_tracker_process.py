@@ -53,6 +53,7 @@ def sent(run: RunFolder) -> int:
 
 def test_it_is_apart_from_the_job_and_ends_with_it(run: RunFolder) -> None:
     tracker = TrackerProcess(run, read_spec(run))
+    wait_until(lambda: len(alive(run)) == 1)
     (pid,) = alive(run)
     assert pid not in with_variable(RUN_VARIABLE, str(run.path.parent))
     assert int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]) != os.getpid()

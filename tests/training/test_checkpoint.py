@@ -15,7 +15,7 @@ from torch.utils.data import TensorDataset
 
 from mgpu_slurm.checkpoints import folder as checkpoints
 from mgpu_slurm.rank.signals import Stop
-from mgpu_slurm.run_folder import layout
+from mgpu_slurm.run_folder.checkpoint_names import newest_checkpoint
 from mgpu_slurm.run_folder.layout import RunFolder
 from mgpu_slurm.training.run import Run
 from tests.ranks import run_ranks
@@ -93,6 +93,7 @@ def sharded(run: Run, epochs: int) -> list[float]:
     return [run.step, *whole]
 
 
+@pytest.mark.needs_torch("2.7")
 def test_sharded_model_resumes_on_another_number_of_ranks(tmp_path: Path) -> None:
     undisturbed, _ = run_ranks(sharded, 2, 4, folder=tmp_path / "whole")
     run_ranks(sharded, 2, 2, folder=tmp_path / "parts")
@@ -225,7 +226,7 @@ def saves_something_odd(run: Run) -> None:
 def test_unsupported_state_is_named_before_anything_is_saved(tmp_path: Path) -> None:
     (answer,) = run_ranks(saves_something_odd, 1, folder=tmp_path, may_fail=True)
     assert answer.startswith("UserError: run.restore(odd=...): odd.where is of type PosixPath, but a checkpoint holds")
-    assert layout.newest_checkpoint(RunFolder(tmp_path)) is None
+    assert newest_checkpoint(RunFolder(tmp_path)) is None
 
 
 def test_training_continues_if_metrics_cannot_be_written(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from mgpu_slurm.core.errors import UserError
-from mgpu_slurm.run_folder import layout
+from mgpu_slurm.run_folder.checkpoint_names import newest_checkpoint
 from mgpu_slurm.run_folder.layout import RunFolder
 from mgpu_slurm.training.run import Run
 from tests.ranks import run_ranks
@@ -50,7 +50,7 @@ def in_a_loop_of_its_own(run: Run, how: str) -> tuple[int, int]:
 )
 def test_overdue_save_is_written_at_the_end(how: str, saved: int, tmp_path: Path) -> None:
     run_ranks(in_a_loop_of_its_own, 2, how, folder=tmp_path)
-    newest = layout.newest_checkpoint(RunFolder(tmp_path))
+    newest = newest_checkpoint(RunFolder(tmp_path))
     assert (newest is None) == (saved == 0)
     again = run_ranks(in_a_loop_of_its_own, 2, how, folder=tmp_path)
     # an epoch that was left is over

@@ -59,6 +59,7 @@ def trained(run: Run, how: str, count: int = 3) -> dict[str, Any]:
     return {"weights": weights, "parts": parts, "sizes": sizes, "mean": run.mean(total, 1 / run.world_size)}
 
 
+@pytest.mark.needs_torch("2.7")
 @pytest.mark.parametrize("how", ["wrapped", "restored"])
 def test_ranks_with_fewer_samples_stay_in_step(how: str) -> None:
     (alone,) = run_ranks(trained, 1, "whole")
@@ -73,6 +74,7 @@ def test_ranks_with_fewer_samples_stay_in_step(how: str) -> None:
     assert second["sizes"] == {5: [1, 1, 1], 1: [1]}
 
 
+@pytest.mark.needs_torch("2.7")
 @pytest.mark.parametrize("parts", [1, 4])
 def test_sharded_weights_match_one_process_for_any_number_of_parts(parts: int) -> None:
     """Four parts are as many as the larger share of a batch has samples."""
@@ -106,5 +108,6 @@ def trained_in_half_precision(run: Run) -> list[float]:
     return found
 
 
+@pytest.mark.needs_torch("2.7")
 def test_batches_cast_by_mixed_precision_are_recognized() -> None:
     assert run_ranks(trained_in_half_precision, 2) == [pytest.approx([28 / 3, 12.0], rel=1e-2)] * 2

@@ -13,7 +13,7 @@ from torch.utils.data import TensorDataset
 
 from mgpu_slurm.core.errors import UserError
 from mgpu_slurm.rank.signals import Stop
-from mgpu_slurm.run_folder import layout
+from mgpu_slurm.run_folder.checkpoint_names import checkpoint_step, complete_checkpoints
 from mgpu_slurm.run_folder.layout import RunFolder
 from mgpu_slurm.training.run import Run
 from tests.ranks import run_ranks
@@ -277,7 +277,7 @@ def trains(run: Run, kind: str, stop_at: int | None) -> tuple[int, int]:
 def test_run_with_an_unrestored_optimizer_saves_and_stops(kind: str, tmp_path: Path) -> None:
     for stopped in run_ranks(trains, 2, kind, 6, folder=tmp_path):
         assert stopped.startswith("RunStopped")
-    found = [layout.checkpoint_step(path) or 0 for path in layout.complete_checkpoints(RunFolder(tmp_path))]
+    found = [checkpoint_step(path) or 0 for path in complete_checkpoints(RunFolder(tmp_path))]
     assert found[0] == 4
     assert found[-1] in (6, 7)
     assert run_ranks(trains, 2, kind, None, folder=tmp_path) == [(found[-1], 20)] * 2

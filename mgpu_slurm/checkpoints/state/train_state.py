@@ -27,7 +27,8 @@ from mgpu_slurm.rank.communication.codec import Plain, StateDict
 from mgpu_slurm.rank.communication.collectives import Collectives
 from mgpu_slurm.rank.rank_info import RankInfo
 from mgpu_slurm.rank.torch_adapter import is_dtensor
-from mgpu_slurm.run_folder import layout, records
+from mgpu_slurm.run_folder import records
+from mgpu_slurm.run_folder.checkpoint_names import CheckpointKey, checkpoint_key, complete_checkpoints
 from mgpu_slurm.run_folder.layout import RunFolder
 from mgpu_slurm.run_folder.usage_records import SaveRecord, note_save
 
@@ -227,7 +228,7 @@ class Keeper:
                 seen = self._pieces
                 alive()
 
-    def publish(self, step: int) -> layout.CheckpointKey:
+    def publish(self, step: int) -> CheckpointKey:
         """Give the checkpoint its final name and return its key; on rank 0, after all ranks have written.
 
         Raises:
@@ -237,7 +238,7 @@ class Keeper:
         if records.attempts_started(self._run) > self._attempt:
             # for example on a node that was considered lost but is still running
             raise MgpuError(f"attempt {self._attempt} of this run was superseded by a later one and exits")
-        key = layout.checkpoint_key(folders.publish(self._hidden(step)))
+        key = checkpoint_key(folders.publish(self._hidden(step)))
         assert key is not None
         return key
 
@@ -245,7 +246,7 @@ class Keeper:
         """Record when a checkpoint was saved."""
         note_save(self._run, self._attempt, times)
 
-    def tidy(self, keep: int, best: layout.CheckpointKey | None) -> None:
+    def tidy(self, keep: int, best: CheckpointKey | None) -> None:
         """Delete old checkpoints and point the link `best` to the best one; on rank 0.
 
         Args:
@@ -258,7 +259,7 @@ class Keeper:
         folders.trim(self._run, keep, also=best)
         folders.point_to_best(self._run, best)
 
-    def has(self, key: layout.CheckpointKey) -> bool:
+    def has(self, key: CheckpointKey) -> bool:
         return self._run.checkpoint(*key).is_dir()
 
     def discard(self, step: int) -> None:
@@ -270,23 +271,23 @@ class Keeper:
 
     # -- reading
 
-    def newest(self) -> tuple[layout.CheckpointKey, int]:
+    def newest(self) -> tuple[CheckpointKey, int]:
         """Return the newest checkpoint and the number of checkpoints; on rank 0."""
         folders.publish_leftover(self._run)
-        found = layout.complete_checkpoints(self._run)
-        return (layout.checkpoint_key(found[-1]) if found else None) or layout.CheckpointKey(0), len(found)
+        found = complete_checkpoints(self._run)
+        return (checkpoint_key(found[-1]) if found else None) or CheckpointKey(0), len(found)
 
-    def problem(self, key: layout.CheckpointKey) -> str | None:
+    def problem(self, key: CheckpointKey) -> str | None:
         """Return what is wrong with this rank's share of a checkpoint's files, or None if they are intact."""
         path = self._run.checkpoint(*key)
         if not folders.is_whole(path):
             return "the record of a rank is damaged or missing"
         return folders.problem(path, folders.ranks(path)[self._rank :: self._world_size])
 
-    def set_aside(self, key: layout.CheckpointKey) -> None:
+    def set_aside(self, key: CheckpointKey) -> None:
         folders.set_aside(self._run.checkpoint(*key))
 
-    def load(self, key: layout.CheckpointKey, names: list[str]) -> Restored:
+    def load(self, key: CheckpointKey, names: list[str]) -> Restored:
         """Load the objects; return the progress and the states assigned to this rank.
 
         The states of ranks that no longer exist are distributed over the current ranks, each to one of them.

@@ -113,7 +113,10 @@ class _Memory:
 def _bounds(part: Any) -> tuple[int, int]:
     """Return begin and end of the memory of a tensor or an array; equal for anything without memory."""
     if isinstance(part, np.ndarray):
-        return np.lib.array_utils.byte_bounds(part)
+        # NumPy 1.26 has it at the top
+        owner: Any = getattr(np.lib, "array_utils", np)
+        bounds: tuple[int, int] = owner.byte_bounds(part)
+        return bounds
     if not isinstance(part, torch.Tensor) or not has_memory(part):
         return 0, 0
     last = sum((size - 1) * stride for size, stride in zip(part.shape, part.stride(), strict=True))

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from mgpu_slurm.core import nvml
+from mgpu_slurm.core import node_gpus
 from mgpu_slurm.core.formatting import counted
 from mgpu_slurm.core.processes import RUN_VARIABLE
 from mgpu_slurm.doctor import check_results
@@ -84,11 +84,11 @@ def measure_gpu_health(team: Team, place: Place) -> Any:
     if not seen:
         return None
     try:
-        library = nvml.load()
+        library = node_gpus.load()
     except ImportError:
         return {"gpus": None}
     try:
-        return {"gpus": [asdict(read_gpu(library, handle)) for handle in nvml.handles(library, seen)]}
+        return {"gpus": [asdict(read_gpu(library, handle)) for handle in node_gpus.handles(library, seen)]}
     finally:
         library.nvmlShutdown()
 
@@ -114,8 +114,8 @@ def read_gpu(library: Any, handle: Any) -> GpuHealth:
     rows = known(library.nvmlDeviceGetRemappedRows)
     running = known(library.nvmlDeviceGetComputeRunningProcesses) or []
     return GpuHealth(
-        uuid=nvml.as_text(known(library.nvmlDeviceGetUUID)),
-        name=nvml.as_text(known(library.nvmlDeviceGetName)),
+        uuid=node_gpus.as_text(known(library.nvmlDeviceGetUUID)),
+        name=node_gpus.as_text(known(library.nvmlDeviceGetName)),
         uncorrected=known(library.nvmlDeviceGetTotalEccErrors, *volatile),
         retirement_pending=known(library.nvmlDeviceGetRetiredPagesPendingStatus),
         remapping=list(rows) if rows is not None else None,
@@ -148,11 +148,12 @@ def judge_gpu_health(answers: list[Answer]) -> list[Finding]:
         found.append(check_results.ok("gpu health", text))
     for answer in answers:
         gpus = [GpuHealth(**gpu) for gpu in answer.value["gpus"] or []]
-        ill = [finding for gpu in gpus for finding in _complaints(answer.member.node_name, gpu)]
+        node = answer.member.node_name
+        ill = [_of_node(node, finding) for gpu in gpus for finding in complaints(node, gpu)]
         found += ill
         if gpus and not ill:
             hottest = max((gpu.temperature or 0 for gpu in gpus), default=0)
-            healthy = f"{answer.member.node_name}: {counted(len(gpus), 'GPU')}"
+            healthy = f"{node}: {counted(len(gpus), 'GPU')}"
             text = f"{healthy} without memory errors or slowdown, {hottest} C at most"
             if any(gpu.persistent == 0 for gpu in gpus):
                 text += "; persistence mode is off, so the first use of a GPU takes seconds longer"
@@ -160,8 +161,13 @@ def judge_gpu_health(answers: list[Answer]) -> list[Finding]:
     return found
 
 
-def _complaints(node: str, gpu: GpuHealth) -> list[Finding]:
-    which = f"{node}: GPU {gpu.uuid} ({gpu.name})"
+def _of_node(node: str, finding: Finding) -> Finding:
+    return replace(finding, text=f"{node}: {finding.text}")
+
+
+def complaints(node: str, gpu: GpuHealth) -> list[Finding]:
+    """Return what is wrong with one GPU of a node; the texts do not name the node."""
+    which = f"GPU {gpu.uuid} ({gpu.name})"
     found = []
     exclude = f"report it to the site, and exclude the node meanwhile: --exclude {node}"
     if gpu.uncorrected:

@@ -18,9 +18,9 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
-from mgpu_slurm.core import nvml, process_usage
+from mgpu_slurm.core import node_gpus, process_usage
 from mgpu_slurm.core.files import append_jsonl
-from mgpu_slurm.core.nvml import GpuReading
+from mgpu_slurm.core.node_gpus import GpuReading
 from mgpu_slurm.core.process_usage import TreeReader, TreeUsage
 from mgpu_slurm.job.sampling.sampler_thread import SamplerThread
 from mgpu_slurm.request.spec import Spec
@@ -78,8 +78,8 @@ class NodeSampler(SamplerThread):
     def prepare(self) -> bool:
         if self._environ is not None:
             with suppress(Exception):
-                self._library = nvml.load()
-                self._gpus = nvml.visible(self._library, self._environ)
+                self._library = node_gpus.load()
+                self._gpus = node_gpus.visible_handles(self._library, self._environ)
         # the processes are sampled without GPUs, too
         return True
 
@@ -150,7 +150,7 @@ class NodeSampler(SamplerThread):
     def _gpu_use(self) -> Sequence[GpuUse]:
         readings: list[GpuReading] = []
         with suppress(Exception):
-            readings = [nvml.read(self._library, handle) for handle in self._gpus]
+            readings = [node_gpus.read(self._library, handle) for handle in self._gpus]
         return tuple(GpuUse(each.utilization, each.memory, each.watts) for each in readings)
 
     def _write(self) -> None:

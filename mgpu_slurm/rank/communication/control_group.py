@@ -19,11 +19,11 @@ from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 
 from mgpu_slurm.rank import torch_adapter
 
 if TYPE_CHECKING:
-    import torch.distributed as dist
     from torch._C._distributed_c10d import Store
 
     from mgpu_slurm.rank.rank_info import RankInfo
@@ -151,6 +151,8 @@ class Exchange:
         self._rows = [[*each.unbind()] for each in self._gathered]
         self._is_root = len(firsts) == len(group.levels)
         self._both = [*self._table.unbind()] if group.world_size == 2 else []
+        self._options = dist.GatherOptions()
+        self._options.rootRank = 0
 
     def steps(self) -> Iterator[dist.Work]:
         """Exchange the messages; yield each step to wait for."""
@@ -160,7 +162,10 @@ class Exchange:
             return
         block = self._own
         for level, gathered, rows in zip_longest(self._group.levels, self._gathered, self._rows):
-            yield level.group.gather(rows or [], _padded(block, level.rows * len(self.own)), 0)
+            # in this form, as torch 2.6 has no other for ranks that gather nothing
+            yield level.group.gather(
+                [rows] if rows else [], [_padded(block, level.rows * len(self.own))], self._options
+            )
             if gathered is not None:
                 block = gathered.view(-1)
         if self._is_root:

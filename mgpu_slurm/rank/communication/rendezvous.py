@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
+from mgpu_slurm.core import torch_versions
 from mgpu_slurm.core.errors import RendezvousError, UserError
 from mgpu_slurm.rank import rank_info
 from mgpu_slurm.rank.preflight import shared_gpu_warnings
@@ -56,7 +57,7 @@ def join(
     from mgpu_slurm.rank import torch_adapter
 
     store = connect(facts, environ, timeout, listener)
-    warnings = _check_in(store, facts, rank_info.gpu_identity(device), timeout)
+    warnings = _check_in(store, facts, rank_info.gpu_for_nccl(device), timeout)
     has_nccl = device.type == "cuda" and not warnings
     torch_adapter.connect_lazily()
     dist.init_process_group(
@@ -110,7 +111,7 @@ def connect(facts: RankInfo, environ: Mapping[str, str], timeout: timedelta, lis
             is_master=listener is not None or (facts.rank == 0 and not served_elsewhere),
             timeout=timeout,
             wait_for_workers=False,
-            master_listen_fd=listener,
+            **torch_versions.serving_on(listener),
         )
     except (dist.DistNetworkError, dist.DistStoreError) as error:
         raise RendezvousError(f"rank {facts.rank} cannot reach the rendezvous at {address}:{port}: {error}") from None

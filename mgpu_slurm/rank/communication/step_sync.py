@@ -20,6 +20,7 @@ from datetime import timedelta
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from mgpu_slurm.core import torch_versions
 from mgpu_slurm.core.errors import CollectiveMismatch, MgpuError, UserError
 from mgpu_slurm.rank import crash
 from mgpu_slurm.rank.communication import rendezvous
@@ -163,8 +164,7 @@ class StepSync:
         self._rank = facts.rank
         self._world_size = facts.world_size
         self._store = store
-        # a store client that waits blocks all other requests
-        self._waiting_store: Store = store.clone()  # type: ignore[attr-defined]
+        self._waiting_store = torch_versions.waiting_client(store)
         self._changed = threading.Condition()
         self._round = 0
         self._rung = -1

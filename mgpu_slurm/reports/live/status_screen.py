@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Sequence
 
-from mgpu_slurm.core.formatting import counted
+from mgpu_slurm.core.formatting import counted, printable
 from mgpu_slurm.core.retry import Note, quiet
 from mgpu_slurm.registry import lookup
 from mgpu_slurm.registry.watch import Watch
@@ -51,10 +51,10 @@ def show(asked: Sequence[RunFolder], note: Note = quiet, filters: Sequence[str] 
             room = shutil.get_terminal_size()
             # problems come first, because the end may not fit
             shown = [f"({problem})"[: room.columns] for problem in problems] + lines(found, asked, room, filters, sort)
-            screen = "".join(f"{line}{_NEXT_LINE}" for line in fitting(shown, room))
+            screen = "".join(f"{printable(line)}{_NEXT_LINE}" for line in fitting(shown, room))
             print(f"{_HOME}{screen}{_NOTHING_BELOW}", end="", flush=True)
         else:
-            print("\n".join(lines(found, asked, None, filters, sort)), flush=True)
+            print(printable("\n".join(lines(found, asked, None, filters, sort))), flush=True)
         if not any(is_alive(state.state) for _, state in found):
             return
         time.sleep(WATCH_PAUSE)

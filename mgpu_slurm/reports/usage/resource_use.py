@@ -11,7 +11,7 @@ from itertools import pairwise
 
 from mgpu_slurm.core.files import read_json, write_json
 from mgpu_slurm.reports.usage.run_times import AttemptTimes
-from mgpu_slurm.request.spec import Resources
+from mgpu_slurm.request.resources import Resources
 from mgpu_slurm.run_folder.layout import RunFolder
 from mgpu_slurm.run_folder.record_types import from_known
 from mgpu_slurm.run_folder.usage_records import NodeUsage, UsageSample

@@ -10,8 +10,10 @@ from typing import Any
 
 from mgpu_slurm.core.files import read_jsonl
 from mgpu_slurm.reports.usage.ledger import OPEN, Outcome, Reported, Save, Stretch, TrialRun
-from mgpu_slurm.request.spec import REQUEUE_EXIT_CODE, TERMINATED_EXIT_CODE, Resources
-from mgpu_slurm.run_folder import layout, records, states
+from mgpu_slurm.request.resources import Resources
+from mgpu_slurm.request.spec import REQUEUE_EXIT_CODE, TERMINATED_EXIT_CODE
+from mgpu_slurm.run_folder import records, states
+from mgpu_slurm.run_folder.checkpoint_names import checkpoint_step, complete_checkpoints
 from mgpu_slurm.run_folder.layout import RunFolder
 from mgpu_slurm.run_folder.record_types import Event, RunState, from_known
 from mgpu_slurm.run_folder.usage_records import read_saves
@@ -140,8 +142,8 @@ def _saves(folder: RunFolder) -> Iterator[tuple[int, int | None, Save]]:
         known.add(each.step)
         begun = milliseconds(each.begun)
         yield begun, each.attempt, Save(begun, begun + round(1000 * each.stood), milliseconds(each.time))
-    for path in layout.complete_checkpoints(folder):
-        if layout.checkpoint_step(path) not in known:
+    for path in complete_checkpoints(folder):
+        if checkpoint_step(path) not in known:
             # it is not known how long the training stood
             time = round(path.stat().st_mtime * 1000)
             yield time, None, Save(time, time, time)

@@ -58,7 +58,9 @@ def _is_dataclass(kind: Any) -> bool:
 
 
 def _type(kind: Any) -> str:
-    return kind.__name__ if isinstance(kind, type) else str(kind).replace("typing.", "")
+    # `list[int]` is a type too for Python 3.10
+    is_plain = isinstance(kind, type) and not typing.get_args(kind)
+    return kind.__name__ if is_plain else str(kind).replace("typing.", "")
 
 
 def _default(field: dataclasses.Field[Any]) -> str:

@@ -15,7 +15,8 @@ from mgpu_slurm.core.formatting import counted, program, short_path, short_value
 from mgpu_slurm.registry import sweep_state
 from mgpu_slurm.request import config as configs
 from mgpu_slurm.request.config import Config
-from mgpu_slurm.request.spec import SEED_PLACE, Flags, read_spec
+from mgpu_slurm.request.resources import Flags
+from mgpu_slurm.request.spec import SEED_PLACE, read_spec
 from mgpu_slurm.run_folder.layout import RunFolder
 from mgpu_slurm.run_folder.sweep_records import TRIAL_WORDS, SchedulePart, SweepSummary, TrialSummary
 from mgpu_slurm.sweeps.search import sweep_file, trial_command

@@ -11,7 +11,7 @@ from optuna.trial import FrozenTrial
 
 from mgpu_slurm.checkpoints import folder as checkpoints
 from mgpu_slurm.core.files import write_json
-from mgpu_slurm.run_folder import layout
+from mgpu_slurm.run_folder.checkpoint_names import newest_checkpoint
 from mgpu_slurm.run_folder.layout import RunFolder
 from mgpu_slurm.sweeps.study.snapshots import copy_of
 
@@ -32,7 +32,7 @@ def set_aside(source: RunFolder, replaced: RunFolder, end: int) -> int:
     # of a copy that was not created, perhaps from another source
     shutil.rmtree(place, ignore_errors=True)
     for _ in range(_TRIES):
-        newest = layout.newest_checkpoint(source)
+        newest = newest_checkpoint(source)
         if newest is None:
             return 0
         with suppress(OSError):
@@ -65,7 +65,7 @@ def adopt(trial: RunFolder, frozen: FrozenTrial) -> None:
     if found is None:
         return
     place = _place(trial.group.of_trial(found.trial))
-    if layout.newest_checkpoint(trial) is None and place.exists():
+    if newest_checkpoint(trial) is None and place.exists():
         for checkpoint in place.iterdir():
             write_json(trial.copied, {"checkpoint": checkpoint.name, "source": found.source})
             trial.checkpoints.mkdir(parents=True, exist_ok=True)

@@ -10,7 +10,7 @@ from mgpu_slurm.checkpoints import folder as checkpoints
 from mgpu_slurm.core import log_lines
 from mgpu_slurm.core.errors import UserError
 from mgpu_slurm.registry import cleanup
-from mgpu_slurm.run_folder import layout
+from mgpu_slurm.run_folder.checkpoint_names import checkpoint_key
 from mgpu_slurm.run_folder.layout import RunFolder
 from mgpu_slurm.sweeps import hparams, optuna_adapter
 from mgpu_slurm.sweeps.client.worker_study import WorkerStudy
@@ -40,7 +40,7 @@ def keep_newest_checkpoint(trial: RunFolder) -> None:
     """Delete a trial's older checkpoints, without the best one if the job keeps that."""
     for run in trial.with_seeds():
         best = run.checkpoints / checkpoints.BEST
-        checkpoints.trim(run, keep=1, also=layout.checkpoint_key(best.resolve()) if best.is_symlink() else None)
+        checkpoints.trim(run, keep=1, also=checkpoint_key(best.resolve()) if best.is_symlink() else None)
 
 
 def size_of_checkpoints(trial: RunFolder) -> int:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from mgpu_slurm.request.parallelism import DEFAULT_PARALLELISM, Parallelism
-from mgpu_slurm.request.spec import Flags, Resources, Spec
+from mgpu_slurm.request.resources import Flags, Resources
+from mgpu_slurm.request.spec import Spec
 from mgpu_slurm.run_folder.sweep_records import confirmation_of
 from mgpu_slurm.sweeps.search.goals import Constraint, Direction, Objective
 from mgpu_slurm.sweeps.search.parameters import Values
@@ -52,6 +53,10 @@ class Sweep:
     """How the ranks of a worker share the model of a trial."""
     stage: tuple[str, ...] = ()
     """Data sets to copy to the disk of each node."""
+    container: str | None = None
+    """The image that workers run in; None for that of the cluster file."""
+    mounts: tuple[str, ...] = ()
+    """What it sees besides the project and the runs."""
     seeds: int = 1
     """With how many seeds each trial is trained; its values are their means."""
     confirm: Confirm | None = None

@@ -15,7 +15,8 @@ from mgpu_slurm.request import config as configs
 from mgpu_slurm.request.config import Config
 from mgpu_slurm.request.flat_config import flattened
 from mgpu_slurm.request.parallelism import Parallelism, Precision, Strategy
-from mgpu_slurm.request.spec import RESOURCE_FLAGS, Flags, Spec, check_run_name, resources_from
+from mgpu_slurm.request.resources import RESOURCE_FLAGS, Flags, resources_from
+from mgpu_slurm.request.spec import Spec, check_run_name
 from mgpu_slurm.run_folder.sweep_records import confirmation_of
 from mgpu_slurm.sweeps.search import space_parser
 from mgpu_slurm.sweeps.search.goals import Direction, constraints_of, objectives_of
@@ -63,6 +64,8 @@ class _Keys:
     precision: Precision | None = None
     compile: bool | None = None
     stage: tuple[str, ...] = ()
+    container: str | None = None
+    mounts: tuple[str, ...] = ()
     seeds: int = 1
     confirm: Confirm | None = None
     enqueue: list[Values] = field(default_factory=list)
@@ -166,6 +169,8 @@ def _checked(keys: _Keys, source: str) -> Sweep:
         stuck_after=keys.stuck_after,
         parallelism=Parallelism(keys.strategy, keys.shard, keys.tensor, keys.pipeline, keys.precision, keys.compile),
         stage=keys.stage,
+        container=keys.container,
+        mounts=keys.mounts,
         seeds=keys.seeds,
         confirm=keys.confirm,
         enqueue=tuple(keys.enqueue),

@@ -14,7 +14,7 @@ from contextlib import closing, suppress
 from dataclasses import dataclass
 from typing import Any
 
-from mgpu_slurm.core import processes
+from mgpu_slurm.core import processes, torch_versions
 from mgpu_slurm.core.errors import UserError
 from mgpu_slurm.core.files import end_of, read_jsonl
 from mgpu_slurm.core.processes import TRIAL_VARIABLE
@@ -109,7 +109,7 @@ class CommandTrainer:
             # like the run's own store: on the loopback interface, or on one that the job's other nodes can reach
             listener = store_server.bind("127.0.0.1" if self._address.startswith("127.") else "")
             port: int = listener.getsockname()[1]
-            made.append(store_server.serve(listener))
+            made.append(torch_versions.serve_store(listener))
             return port
 
         return self._collectives.broadcast_from_rank0(make), made

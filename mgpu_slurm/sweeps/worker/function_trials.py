@@ -20,7 +20,7 @@ from mgpu_slurm.rank.signals import Stop, StopFlag
 from mgpu_slurm.request import config as configs
 from mgpu_slurm.request import target
 from mgpu_slurm.request.spec import REQUEUE_EXIT_CODE
-from mgpu_slurm.run_folder import layout
+from mgpu_slurm.run_folder.checkpoint_names import newest_checkpoint
 from mgpu_slurm.run_folder.layout import RunFolder
 from mgpu_slurm.sweeps.client.messages import Assignment, Ending, Leave, WorkerFinished, undisturbed
 from mgpu_slurm.sweeps.client.study_client import StudyClient
@@ -54,7 +54,7 @@ class FunctionTrainer:
             ForgeryError: a stranger has written to the rendezvous, which is not the trial's fault.
         """
         facts = self._rank.facts
-        before = layout.newest_checkpoint(folder) if facts.rank == 0 else None
+        before = newest_checkpoint(folder) if facts.rank == 0 else None
         run = Run(
             facts,
             folder.path,
@@ -79,7 +79,7 @@ class FunctionTrainer:
         except RunStopped as stopped:
             is_late = stopped.exit_code == REQUEUE_EXIT_CODE
             return Ending(
-                lambda own: own.give_back(is_late, has_saved=layout.newest_checkpoint(folder) != before),
+                lambda own: own.give_back(is_late, has_saved=newest_checkpoint(folder) != before),
                 Leave(stopped.exit_code, stopped.reason),
             )
         except (WorkerFinished, ForgeryError):

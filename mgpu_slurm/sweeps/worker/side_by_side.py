@@ -17,7 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from types import FrameType
 
-from mgpu_slurm.core import log_lines, processes
+from mgpu_slurm.core import log_lines, node_gpus, processes
 from mgpu_slurm.core.files import read_json
 from mgpu_slurm.core.formatting import first_line
 from mgpu_slurm.job.attempt import Ending, describe_exit
@@ -211,8 +211,7 @@ def variables(number: int, count: int, cores: int, gpus: int | None, environ: Ma
     if "SLURM_CPUS_PER_TASK" in own:
         own["SLURM_CPUS_PER_TASK"] = str(cores)
     if gpus:
-        visible = [name for name in environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
-        visible = visible or [str(index) for index in range(gpus)]
-        own["CUDA_VISIBLE_DEVICES"] = visible[(number - 1) % len(visible)]
+        visible = node_gpus.visible(environ) or node_gpus.VisibleGpus(node_gpus.counted_from_zero(gpus))
+        own |= visible.chosen([(number - 1) % len(visible)])
     own[GPU_SHARE_VARIABLE] = f"{1 / math.ceil(count / max(1, gpus or 1)):.4g}"
     return own

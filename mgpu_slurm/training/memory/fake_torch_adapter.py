@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mgpu_slurm.rank.torch_adapter import replaced
+from mgpu_slurm.rank.wrapper_adapter import without_first_sync
 
 DispatchMode: Any = TorchDispatchMode
 """Base class of objects that see each operation on tensors."""
@@ -49,9 +50,9 @@ def exchanging_nothing(allocating: Callable[[], AbstractContextManager[None]]) -
     create = DistributedDataParallel.__init__
 
     def create_alone(model: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:
-        with allocating():
-            # the other ranks' tensors would be compared with its own
-            create(model, *args, **kwargs | {"init_sync": False})
+        # the other ranks' tensors would be compared with its own
+        with allocating(), without_first_sync() as options:
+            create(model, *args, **kwargs | options)
         model.register_comm_hook(None, _unchanged)
         model.reducer = _WithFixedBuckets(model.reducer)  # type: ignore[assignment]
 

@@ -21,6 +21,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
+from mgpu_slurm.core import torch_versions
 from mgpu_slurm.core.errors import UserError
 from mgpu_slurm.core.files import write_json
 from mgpu_slurm.rank import torch_adapter
@@ -115,9 +116,12 @@ def plan(
         is_for_gpu: whether to count the next batch, which is copied to a GPU ahead.
 
     Raises:
-        UserError: the job took no optimizer step, or uses no model of the run.
+        UserError: the job took no optimizer step, uses no model of the run, or divides it in a way that this torch
+            cannot compute with fake tensors.
     """
     if facts.world_size > 1:
+        if layout.is_sharded or layout.tensor > 1 or layout.pipeline > 1:
+            torch_versions.check_planning()
         fake_torch_adapter.join_fake_group(facts.rank, facts.world_size)
         # made of tensors that need values
         mesh_of(layout, CPU)

@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from mgpu_slurm.rank import torch_adapter
+from mgpu_slurm.core import torch_versions
+from mgpu_slurm.rank import torch_adapter, wrapper_adapter
 
 LEARNED_AFTER = 4
 """Passes after which the order counts as known, if all but the first had the same order."""
@@ -42,7 +43,7 @@ class Exchange(NamedTuple):
             return
         sent = torch.zeros(self.sent, dtype=self.dtype, device=self.device)
         received = torch.empty(self.received, dtype=self.dtype, device=self.device)
-        dist.reduce_scatter_single(received, sent, self.op, self.group)
+        torch_versions.reduce_scatter_single(received, sent, self.op, self.group)
 
 
 class _Order:
@@ -136,7 +137,7 @@ def begin_anew(root: Any) -> None:
     """Bring a sharded model into the state before a pass, whatever a failed pass or an evaluation has left: whole
     parameters, which would not be gathered again, and an order of layers, which would be gathered ahead."""
     # before its first forward pass, it is in that state, and may still become a part of a larger model
-    if torch_adapter.is_sharded_root(root):
+    if wrapper_adapter.is_sharded_root(root):
         root.reset_iter_state()
 
 
@@ -147,9 +148,9 @@ def has_other_exchanges(model: nn.Module) -> bool:
     return (
         not parts_of(model)
         or not all(map(_is_sharded_over_all, trained))
-        or any(map(torch_adapter.has_reduce_hook, parts_of(model)))
+        or any(map(wrapper_adapter.has_reduce_hook, parts_of(model)))
         # a part of a larger model
-        or any(torch_adapter.is_sharded_root(root) is False for root in roots_of(model))
+        or any(wrapper_adapter.is_sharded_root(root) is False for root in roots_of(model))
     )
 
 
@@ -164,10 +165,14 @@ def check_before_exchange(model: nn.Module, check: Callable[[], None], note: Cal
     """Call `check` before each exchange of a sharded model, and `note` when it has begun.
 
     Returns:
-        whether they will be called: not if parts are divided in several ways, or the job exchanges in its own way.
+        whether they will be called: not if parts are divided in several ways, the job exchanges in its own way, or this
+            torch cannot repeat a pass.
     """
-    for part in parts_of(model):
-        if not all(isinstance(each, _Checked) for each in torch_adapter.custom_exchanges(part)):
+    parts = parts_of(model)
+    if parts and not torch_versions.can_repeat_passes():
+        return False
+    for part in parts:
+        if not all(isinstance(each, _Checked) for each in wrapper_adapter.custom_exchanges(part)):
             return False
         try:
             part.set_custom_all_gather(_AllGather(part, check, note))
@@ -195,7 +200,7 @@ class _Checked:
 class _AllGather(_Checked):
     def __call__(self, output_tensor: Any, input_tensor: Any, group: Any, async_op: bool = False) -> Any:
         self._check()
-        work = dist.all_gather_single(output_tensor, input_tensor, group, async_op)
+        work = torch_versions.all_gather_single(output_tensor, input_tensor, group, async_op)
         self._has_begun(input_tensor, output_tensor, group)
         return work
 
@@ -203,6 +208,6 @@ class _AllGather(_Checked):
 class _ReduceScatter(_Checked):
     def __call__(self, output_tensor: Any, input_tensor: Any, group: Any, op: Any, async_op: bool = False) -> Any:
         self._check()
-        work = dist.reduce_scatter_single(output_tensor, input_tensor, op, group, async_op)
+        work = torch_versions.reduce_scatter_single(output_tensor, input_tensor, op, group, async_op)
         self._has_begun(input_tensor, output_tensor, group, op)
         return work

@@ -17,7 +17,7 @@ from mgpu_slurm.core import log_lines
 from mgpu_slurm.data import randomness
 from mgpu_slurm.data.batching.batch_cutting import Accumulation
 from mgpu_slurm.data.randomness import RandomState
-from mgpu_slurm.rank import torch_adapter
+from mgpu_slurm.rank import torch_adapter, wrapper_adapter
 from mgpu_slurm.request.parallelism import Layout
 from mgpu_slurm.training.memory.agreement import Agreement, RanOutElsewhere
 from mgpu_slurm.training.memory.found_size import FoundSize, is_memory_error
@@ -180,7 +180,7 @@ def _reset(model: nn.Module) -> None:
     """End the failed pass of a sharded model; all ranks do so together."""
     for root in roots_of(model):
         # memory may have run out before the first forward pass
-        torch_adapter.begin_sharded(root)
+        wrapper_adapter.begin_sharded(root)
         begin_anew(root)
     # it leaves gradients that were not exchanged yet on the whole parameters
     for part in parts_of(model):

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from mgpu_slurm.core import torch_versions
 from mgpu_slurm.core.errors import UserError
 from mgpu_slurm.rank import torch_adapter
 from mgpu_slurm.training.parallel.sharding import blocks_of
@@ -69,7 +70,7 @@ def _compiled(kind: type[nn.Module], in_order: bool) -> type[nn.Module]:
     forward = torch.compile(
         kind.forward,
         dynamic=False if in_order else None,
-        options=torch_adapter.deterministic_options() if in_order else None,
+        options=torch_versions.deterministic_options() if in_order else None,
     )
 
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from mgpu_slurm.core.formatting import human_size
-from mgpu_slurm.rank.torch_adapter import (
+from mgpu_slurm.rank.wrapper_adapter import (
     has_exchange_hook,
     refuse_unfinished_exchange,
     renew_exchange,

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from mgpu_slurm.core import torch_versions
 from mgpu_slurm.core.errors import UserError
 from mgpu_slurm.rank.torch_adapter import is_dtensor
 from mgpu_slurm.request.parallelism import Layout
@@ -26,8 +27,13 @@ def mesh_of(layout: Layout, device: torch.device) -> DeviceMesh:
     sweep share their process.
 
     Raises:
-        UserError: the run has one rank, which has no process group.
+        UserError: the run has one rank, which has no process group; or this torch cannot divide models among such
+            devices.
     """
+    if layout.is_sharded:
+        torch_versions.check_sharding(device)
+    if layout.pipeline > 1:
+        torch_versions.check_pipeline(device)
     if not dist.is_initialized():
         raise UserError("run.mesh: the run has one rank, and a mesh needs several: check run.world_size before")
     from torch.distributed.device_mesh import init_device_mesh

@@ -19,6 +19,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from mgpu_slurm.checkpoints.state.wrapping import canonical_names
+from mgpu_slurm.core import torch_versions
 from mgpu_slurm.core.errors import UserError, nearest
 from mgpu_slurm.data.batching.batch_cutting import MicroBatchSize
 from mgpu_slurm.request.parallelism import Layout
@@ -281,7 +282,7 @@ class _Transport:
         given = (inputs,) if self._index == 0 else ()
         measured = {"target": targets, "losses": losses} if self.is_last else {}
         try:
-            step(*given, return_outputs=False, **measured)
+            step(*given, **torch_versions.no_outputs(), **measured)
         except RuntimeError as error:
             # torch reports an error of a layer, or a lost connection, as the cause of its own
             raise error.__cause__ or error from None
@@ -301,9 +302,10 @@ class _Transport:
             stage = PipelineStage(
                 model, self._index, self._count, self._device, input_args=received, output_args=sent, group=self._group
             )
+            torch_versions.connect_with_equal_types(stage)
             kind = Schedule1F1B if self._options.schedule == "1f1b" and torch.is_grad_enabled() else ScheduleGPipe
             # the loss is divided here: torch would also divide gradients of earlier backward passes
-            self._schedules[key] = kind(stage, micro_batches, loss_fn=self._weighted_loss, scale_grads=False)
+            self._schedules[key] = torch_versions.make_schedule(kind, stage, micro_batches, self._weighted_loss)
         return self._schedules[key]
 
     def _weighted_loss(self, outputs: Any, targets: Any) -> torch.Tensor:

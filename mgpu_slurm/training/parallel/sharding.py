@@ -46,13 +46,13 @@ def shard(
     mesh = mesh_of(layout, device)
     over = mesh["replicate", "shard"] if layout.replicas > 1 else mesh["shard"]
     place = CPUOffloadPolicy(pin_memory=device.type == "cuda") if offload else OffloadPolicy()
-    # None: torch reshards each block after its forward pass, but not the root
-    reshard = False if layout.strategy == "zero2" else None
+    # by default, torch reshards each block after its forward pass, but not the root
+    options: dict[str, Any] = {"reshard_after_forward": False} if layout.strategy == "zero2" else {}
     norms = [part for part in model.modules() if half is not None and isinstance(part, _BatchNorm)]
     policies: list[tuple[nn.Module, MixedPrecisionPolicy]] = [(norm, of_norms) for norm in norms]
     policies += [(part, of_parts) for part in reversed(parts) if part not in norms]
     for part, policy in [*policies, (model, of_root)]:
-        fully_shard(part, mesh=over, reshard_after_forward=reshard, mp_policy=policy, offload_policy=place)
+        fully_shard(part, mesh=over, mp_policy=policy, offload_policy=place, **options)
     model.register_forward_hook(_reshard_after_evaluation)
 
 

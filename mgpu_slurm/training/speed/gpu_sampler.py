@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from mgpu_slurm.core import nvml
+from mgpu_slurm.core import node_gpus
 from mgpu_slurm.job.sampling.sampler_thread import SamplerThread
 from mgpu_slurm.rank import rank_info
 
@@ -56,12 +56,12 @@ class GpuSampler(SamplerThread):
 
     def prepare(self) -> bool:
         # NVML may be missing, or lose a GPU at any time
-        self._library = nvml.load()
-        self._found = list(nvml.handles(self._library, self._identities))
+        self._library = node_gpus.load()
+        self._found = list(node_gpus.handles(self._library, self._identities))
         return bool(self._found)
 
     def look(self) -> None:
-        readings = [nvml.read(self._library, handle) for handle in self._found]
+        readings = [node_gpus.read(self._library, handle) for handle in self._found]
         used = [each.utilization for each in readings if each.utilization is not None]
         power = [each.watts for each in readings if each.watts is not None]
         memory = [float(each.memory) for each in readings if each.memory is not None]

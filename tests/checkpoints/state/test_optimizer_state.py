@@ -183,6 +183,7 @@ def test_state_in_8_bits_resumes_bit_for_bit(ranks: int, options: dict[str, Any]
 NOT_DIVIDED = "UserError: the checkpoint's optimizer keeps its state in 8 bits, which cannot be divided in another way"
 
 
+@pytest.mark.needs_torch("2.7")
 @pytest.mark.parametrize(
     ("before", "after", "error"),
     [

@@ -20,6 +20,7 @@ from mgpu_slurm.data.batching.batches import Share
 from mgpu_slurm.data.batching.passes import HandedBatch
 from mgpu_slurm.training.run import Run
 from tests.ranks import run_ranks
+from tests.support import compiles_ddp
 
 VALUES = torch.tensor([1.0, 2.0, 25.0, 8.0, 16.0], dtype=torch.float64).unsqueeze(1)
 """In batches of three on two ranks, of which the first one has 1 of 3 samples and then 1 of 2."""
@@ -884,6 +885,7 @@ def compiled(run: Run) -> list[list[float]]:
     return found
 
 
+@compiles_ddp
 def test_compiled_models_get_the_same_gradients() -> None:
     for answers in run_ranks(compiled, 2):
         assert answers == [pytest.approx([2 * mean for mean in MEANS])] * 2

@@ -17,7 +17,8 @@ from mgpu_slurm.doctor.in_job import network, shared_files
 from mgpu_slurm.doctor.in_job.team import Answer, GatherTimeout, Member, Place, Team, who, within
 from mgpu_slurm.rank.communication import rendezvous
 from mgpu_slurm.rank.rank_info import RankInfo
-from mgpu_slurm.request.spec import Resources, Spec, Target
+from mgpu_slurm.request.resources import Resources
+from mgpu_slurm.request.spec import Spec, Target
 from mgpu_slurm.run_folder.layout import RunFolder
 from tests.ranks import join_ranks
 

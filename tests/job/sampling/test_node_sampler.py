@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from mgpu_slurm.core import nvml
+from mgpu_slurm.core import node_gpus
 from mgpu_slurm.core.process_usage import TreeReader
 from mgpu_slurm.job.sampling import node_sampler, sampler_thread
 from mgpu_slurm.job.sampling.node_sampler import ChildRank, ChildSampling, NodeSampler
@@ -82,7 +82,7 @@ def end(running: subprocess.Popen[str]) -> None:
 def test_rank_that_allocates_between_two_samples_has_its_peak(folder: RunFolder, sampler: Make, at_once: None) -> None:
     running = child("input()\n" + ALLOCATES)
     own = sampler(running.pid)
-    wait_until(lambda: folder.usage.exists() and only(folder).peak > 0)
+    wait_until(lambda: any(found.peak > 0 for found in read_usage(folder)))
     assert only(folder).peak < 100 * MB
     assert running.stdin is not None
     running.stdin.write("\n")
@@ -241,13 +241,13 @@ LIBRARY = SimpleNamespace(
     [(None, [0, 1, 2]), ("2,0", [2, 0]), ("GPU-b1", [1]), ("GPU-c", [2]), ("", []), ("7", []), ("MIG-x", [])],
 )
 def test_gpus_of_a_run_are_those_that_it_can_see(named: str | None, expected: list[int]) -> None:
-    assert nvml.visible(LIBRARY, {} if named is None else {"CUDA_VISIBLE_DEVICES": named}) == expected
+    assert node_gpus.visible_handles(LIBRARY, {} if named is None else {"CUDA_VISIBLE_DEVICES": named}) == expected
 
 
 def test_gpus_are_sampled_with_the_processes(
     folder: RunFolder, sampler: Make, at_once: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(nvml, "load", lambda: LIBRARY)
+    monkeypatch.setattr(node_gpus, "load", lambda: LIBRARY)
     own = sampler(os.getpid(), gpus={"CUDA_VISIBLE_DEVICES": "0,2"})
     wait_until(lambda: folder.usage.exists() and bool(read_usage(folder)))
     own.close()
@@ -260,7 +260,7 @@ def test_processes_are_sampled_if_nvml_is_missing(
     def missing() -> Any:
         raise OSError("no library")
 
-    monkeypatch.setattr(nvml, "load", missing)
+    monkeypatch.setattr(node_gpus, "load", missing)
     own = sampler(os.getpid(), gpus={})
     wait_until(lambda: folder.usage.exists() and bool(read_usage(folder)))
     own.close()
@@ -272,7 +272,7 @@ def test_job_without_gpus_does_not_load_nvml(
     folder: RunFolder, sampler: Make, at_once: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loads: list[int] = []
-    monkeypatch.setattr(nvml, "load", lambda: loads.append(1))
+    monkeypatch.setattr(node_gpus, "load", lambda: loads.append(1))
     own = sampler(os.getpid())
     wait_until(lambda: folder.usage.exists() and bool(read_usage(folder)))
     own.close()

@@ -135,6 +135,7 @@ def counted(channel: Collectives, rank: int) -> int:
     return watchdog._count(watchdog._collectives(rank))
 
 
+@pytest.mark.needs_torch("2.9")
 def test_place_in_the_tree_does_not_change_how_many_collectives_a_rank_has_made() -> None:
     nodes = LAYOUTS["three levels"]
     counts = join_ranks(recorded, facts_of(nodes), counted)

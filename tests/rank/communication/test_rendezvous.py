@@ -51,6 +51,10 @@ def test_ranks_with_different_world_sizes_cannot_join(tmp_path: Path) -> None:
 def joined_with_gpu(facts: RankInfo) -> str | None:
     # which GPU a rank has is the one fact that no machine without GPUs can give
     rank_info.gpu_identity = lambda device: "GPU-a" if facts.rank < 2 else "GPU-b"
+    return join_and_leave(facts)
+
+
+def join_and_leave(facts: RankInfo) -> str | None:
     warning = rendezvous.join(facts, torch.device("cpu"), timeout=timedelta(seconds=20))
     # a rank that leaves while others still connect to each other would end them
     torch.distributed.barrier()
@@ -61,6 +65,20 @@ def joined_with_gpu(facts: RankInfo) -> str | None:
 def test_ranks_sharing_a_gpu_are_warned() -> None:
     answers = join_ranks(joined_with_gpu, [RankInfo(rank, 3, rank, 3, node_name="n1") for rank in range(3)])
     shared = "ranks 0-1 compute on the same GPU, GPU-a of n1, and communicate without NCCL"
+    assert answers == [shared, shared, None]
+
+
+def joined_with_instance(facts: RankInfo) -> str | None:
+    """Join as a rank on a MIG instance of its own; the first two are parts of one GPU."""
+    gpu = "8f" if facts.rank < 2 else "9c"
+    os.environ["CUDA_VISIBLE_DEVICES"] = f"MIG-GPU-{gpu}/{facts.rank}/0"
+    rank_info.gpu_identity = lambda device: f"MIG-{facts.rank}"
+    return join_and_leave(facts)
+
+
+def test_ranks_on_instances_of_a_gpu_are_warned() -> None:
+    answers = join_ranks(joined_with_instance, [RankInfo(rank, 3, rank, 3, node_name="n1") for rank in range(3)])
+    shared = "ranks 0-1 compute on the same GPU, GPU-8f (divided by MIG) of n1, and communicate without NCCL"
     assert answers == [shared, shared, None]
 
 
@@ -86,6 +104,7 @@ def _sockets() -> int:
     return sum(path.is_socket() for path in Path("/proc/self/fd").iterdir())
 
 
+@pytest.mark.needs_torch("2.9")
 def test_default_group_connects_only_ranks_that_exchange_something() -> None:
     facts = [RankInfo(rank, 6, rank, 6) for rank in range(6)]
     assert join_ranks(has_fewer_sockets_than_a_mesh, facts, True) == [True] * 6

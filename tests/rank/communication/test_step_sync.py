@@ -116,6 +116,7 @@ def _counting(function: Any, calls: list[int]) -> Any:
     return called
 
 
+@pytest.mark.needs_torch("2.9")
 @pytest.mark.parametrize("is_stream", [False, True])
 def test_step_sends_no_messages_until_a_rank_requests_something(is_stream: bool) -> None:
     for at_5, at_95, at_98 in run_ranks(counts_messages, 2, is_stream):
@@ -138,6 +139,7 @@ def counts_messages_of_calls(run: Run) -> list[int]:
     return [after - before for before, after in pairwise(counts)]
 
 
+@pytest.mark.needs_torch("2.9")
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_mean_and_report_send_one_message_each(ranks: int) -> None:
     assert run_ranks(counts_messages_of_calls, ranks) == [[10, 10]] * ranks

@@ -13,7 +13,8 @@ import pytest
 
 from mgpu_slurm.registry import lookup
 from mgpu_slurm.reports.usage import efficiency
-from mgpu_slurm.request.spec import Resources, Spec, Target
+from mgpu_slurm.request.resources import Resources
+from mgpu_slurm.request.spec import Spec, Target
 from mgpu_slurm.run_folder import records
 from mgpu_slurm.run_folder.layout import RunFolder
 from mgpu_slurm.run_folder.record_types import RunState

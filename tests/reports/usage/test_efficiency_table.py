@@ -9,7 +9,8 @@ from mgpu_slurm.reports.usage import efficiency_table
 from mgpu_slurm.reports.usage.advice import advice_for
 from mgpu_slurm.reports.usage.efficiency import Efficiency, RunUse
 from mgpu_slurm.reports.usage.ledger import Ledger
-from mgpu_slurm.request.spec import Resources, Spec, Target
+from mgpu_slurm.request.resources import Resources
+from mgpu_slurm.request.spec import Spec, Target
 from tests.reports.usage.test_advice import GIB, HOUR, RUN
 
 LEDGER = Ledger(training=Fraction(9 * HOUR), repeated=Fraction(HOUR), saving=Fraction(HOUR, 100))

@@ -12,7 +12,7 @@ import pytest
 from mgpu_slurm.reports.usage import resource_use
 from mgpu_slurm.reports.usage.resource_use import Accounted, Asked, used
 from mgpu_slurm.reports.usage.run_times import AttemptTimes, milliseconds
-from mgpu_slurm.request.spec import Resources
+from mgpu_slurm.request.resources import Resources
 from mgpu_slurm.run_folder.layout import RunFolder
 from mgpu_slurm.run_folder.usage_records import GpuUse, NodeUsage, RankEnd, UsageSample
 from mgpu_slurm.slurm.step_accounting import AccountedStep

@@ -36,7 +36,10 @@ class TestSamplers:
             (Sampler("no.such.Class"), "sampler no.such.Class: No module named 'no'"),
             (Sampler("optuna.samplers.Nothing"), "has no attribute 'Nothing': check the import path"),
             (Sampler("collections.OrderedDict"), "it is not an optuna.samplers.BaseSampler"),
-            (Sampler("tpe", options={"sed": 1}), "unexpected keyword argument 'sed': fix its options"),
+            (
+                Sampler("tpe", options={"sed": 1}),
+                r"unexpected keyword argument 'sed'(\. Did you mean 'seed'\?)?: fix its options",
+            ),
         ],
     )
     def test_invalid_sampler_or_option_is_rejected(self, asked: Sampler, said: str) -> None:
@@ -62,7 +65,10 @@ def test_pruner_name_selects_the_scheduler() -> None:
     [
         (Pruner("no.such.Class"), "pruner no.such.Class: No module named 'no': check the import path"),
         (Pruner("collections.OrderedDict"), "it is not an optuna.pruners.BasePruner"),
-        (Pruner("optuna.pruners.ThresholdPruner", options={"lowr": 1}), "'lowr': fix its options"),
+        (
+            Pruner("optuna.pruners.ThresholdPruner", options={"lowr": 1}),
+            r"'lowr'(\. Did you mean 'lower'\?)?: fix its options",
+        ),
     ],
 )
 def test_invalid_pruner_or_option_is_rejected(asked: Pruner, said: str) -> None:

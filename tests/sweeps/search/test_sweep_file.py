@@ -10,7 +10,7 @@ import pytest
 
 from mgpu_slurm.core.errors import UserError
 from mgpu_slurm.request.config import merge, parse_overrides, parse_yaml, read_yaml
-from mgpu_slurm.request.spec import Resources
+from mgpu_slurm.request.resources import Resources
 from mgpu_slurm.sweeps.search import sweep_file, trial_command
 from mgpu_slurm.sweeps.search.space import Space
 from mgpu_slurm.sweeps.search.sweep import Sweep

@@ -47,6 +47,15 @@ def test_gpus_and_their_memory_are_divided(
     assert {each["MGPU_GPU_SHARE"] for each in found} == {share}
 
 
+def test_gpus_of_amd_are_divided_by_their_place_among_the_visible_ones() -> None:
+    environ = {"ROCR_VISIBLE_DEVICES": "4,6"}
+    found = [variables(number, 2, 1, 2, environ) for number in (1, 2)]
+    assert [(each["ROCR_VISIBLE_DEVICES"], each["HIP_VISIBLE_DEVICES"]) for each in found] == [
+        ("4,6", "0"),
+        ("4,6", "1"),
+    ]
+
+
 def test_process_has_as_many_threads_as_cores() -> None:
     assert variables(1, 2, 4, None, {"OMP_NUM_THREADS": "8"})["OMP_NUM_THREADS"] == "4"
     # a part of what the worker may use, which may be less than its cores

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import math
 import os
 import shutil
@@ -16,8 +17,8 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
+from mgpu_slurm.core import torch_versions
 from mgpu_slurm.core.errors import RunStopped, UserError
-from mgpu_slurm.rank import torch_adapter
 from mgpu_slurm.rank.rank_info import RankInfo
 from mgpu_slurm.rank.signals import Stop, StopFlag
 from mgpu_slurm.request.parallelism import Parallelism
@@ -103,8 +104,16 @@ def trained(run: Run, recompute: bool, options: dict[str, Any], compiles: bool) 
     return {name: getattr(each, "full_tensor", lambda own=each: own)().detach().clone() for name, each in state.items()}
 
 
+def compile_without_inductor() -> None:
+    """Trace and differentiate, in this process, but generate no code."""
+    if hasattr(torch.compiler, "set_default_backend"):
+        torch.compiler.set_default_backend("aot_eager")
+    else:
+        torch.compile = functools.partial(torch.compile, backend="aot_eager")  # type: ignore[assignment]
+
+
 def under_each_strategy(run: Run) -> dict[str, Any]:
-    torch.compiler.set_default_backend("aot_eager")
+    compile_without_inductor()
     found = {}
     for options in LAYOUTS:
         recompute = options.get("strategy") == "fsdp"
@@ -181,14 +190,15 @@ def limit_for_kinds() -> int:
     """Return how many more compilations than by default are allowed for two kinds of modules of one class."""
     from torch._dynamo import config
 
-    before = config.recompile_limit
+    name = torch_versions.compilation_limit()
+    before = getattr(config, name)
     compilation.compile_layers([nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 3)], CPU, in_order=False)
-    return int(config.recompile_limit) - before
+    return int(getattr(config, name)) - before
 
 
 def numbers(run: Run) -> list[int]:
-    torch.compiler.set_default_backend("aot_eager")
-    torch_adapter.deterministic_options = lambda: None  # type: ignore[assignment, return-value]
+    compile_without_inductor()
+    torch_versions.deterministic_options = lambda: None  # type: ignore[assignment, return-value]
     found = [counted(lambda: work(run))[1] for work in (of_many_sizes, once_for_each_size, whole_model)]  # noqa: B023
     return [*found, limit_for_kinds()]
 

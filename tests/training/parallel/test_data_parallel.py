@@ -14,6 +14,7 @@ from mgpu_slurm.request.parallelism import Parallelism
 from mgpu_slurm.training.parallel.data_parallel import Copied
 from mgpu_slurm.training.run import Run
 from tests.ranks import run_ranks
+from tests.support import compiles_ddp
 
 
 class Net(nn.Module):
@@ -67,7 +68,7 @@ def whole(tensor: Any) -> list[float]:
     return values
 
 
-@pytest.mark.parametrize("how", ["called", "method", "compiled", "nested"])
+@pytest.mark.parametrize("how", ["called", "method", pytest.param("compiled", marks=compiles_ddp), "nested"])
 def test_methods_and_attributes_of_a_copied_model_work_as_on_one_rank(how: str) -> None:
     one, other = run_ranks(train, 2, how)
     assert one == other

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from mgpu_slurm.core import nvml
-from mgpu_slurm.doctor.in_job import gpus
+from mgpu_slurm.core import node_gpus
+from mgpu_slurm.doctor.in_job import gpus, node_probe
 from mgpu_slurm.job.sampling import sampler_thread
 from mgpu_slurm.rank import rank_info
 from mgpu_slurm.training.speed.gpu_sampler import GpuSample, GpuSampler, summary
@@ -60,7 +60,7 @@ class Library:
 @pytest.fixture
 def library(monkeypatch: pytest.MonkeyPatch) -> Library:
     found = Library()
-    monkeypatch.setattr(nvml, "load", lambda: found)
+    monkeypatch.setattr(node_gpus, "load", lambda: found)
     monkeypatch.setattr(rank_info, "gpu_identity", lambda device: "abc"[device.index] if device.index != 3 else "d")
     monkeypatch.setattr(sampler_thread, "FIRST_SECONDS", 0.0)
     monkeypatch.setattr(sampler_thread, "SECONDS", 0.01)
@@ -82,7 +82,7 @@ def sampler(library: Library) -> Iterator[Callable[..., GpuSampler]]:
 
 def test_gpus_of_other_jobs_on_the_node_are_ignored(library: Library) -> None:
     # torch leaves the prefix out
-    assert list(nvml.handles(library, {"b", "c", "of another node"})) == [1, 2]
+    assert list(node_gpus.handles(library, {"b", "c", "of another node"})) == [1, 2]
 
 
 def test_own_gpus_are_sampled_again_and_again(library: Library, sampler: Callable[..., GpuSampler]) -> None:
@@ -117,7 +117,7 @@ def test_node_without_nvml_has_no_samples(
     def load() -> Any:
         raise error
 
-    monkeypatch.setattr(nvml, "load", load)
+    monkeypatch.setattr(node_gpus, "load", load)
     own = sampler(0)
     own.close()
     assert own.take() == GpuSample()
@@ -138,7 +138,7 @@ def test_cpu_has_no_thread() -> None:
 @pytest.mark.gpu
 def test_nvml_lists_the_gpus_visible_to_torch() -> None:
     seen = rank_info.visible_gpu_identities()
-    assert len(list(nvml.handles(nvml.load(), set(seen)))) == len(seen) > 0
+    assert len(list(node_gpus.handles(node_gpus.load(), set(seen)))) == len(seen) > 0
 
 
 @pytest.mark.gpu
@@ -150,7 +150,7 @@ def test_real_gpu_is_sampled(monkeypatch: pytest.MonkeyPatch) -> None:
     assert own.take().memory > 1 << 20
 
 
-@pytest.mark.parametrize("module", [gpus, nvml])
+@pytest.mark.parametrize("module", [gpus, node_probe, node_gpus])
 def test_pynvml_has_every_name_in_use(module: Any) -> None:
     binding = importlib.import_module("pynvml")
     used = set(re.findall(r"(?:library|nvml)\.(nvml\w+|NVML\w+)", Path(module.__file__).read_text()))
