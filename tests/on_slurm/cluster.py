@@ -186,6 +186,12 @@ class Cluster:
         line = done.stdout.splitlines()[0].strip()
         return dict(pair.split("=", 1) for pair in re.split(r" (?=[A-Z][\w/:]*=)", line))
 
+    def description(self) -> str:
+        """Its jobs, its nodes and the last lines of the controller's log."""
+        asked = (["scontrol", "show", "job", "--oneliner"], ["sinfo", "--all", "--Node", "--long"])
+        lines = (self.folder / "log/slurmctld.log").read_text(errors="replace").splitlines()[-20:]
+        return "\n".join([*(self.run(*words).stdout.strip() for words in asked), *lines])
+
     def until_job(self, job_id: str | int, *states: str, seconds: float = 60) -> dict[str, str]:
         """Waits until a job is in one of the states (SLURM's long names); what `job` then says."""
         facts: dict[str, str] = {}

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -27,6 +27,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if Path(__file__).parent in item.path.parents:
             item.add_marker("slurm")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Add to the report of a failed test what its cluster and its runs were doing."""
+    report = yield
+    cluster, tmp_path = (getattr(item, "funcargs", {}).get(name) for name in ("cluster", "tmp_path"))
+    if report.when == "call" and report.failed and cluster and tmp_path:
+        report.sections.append(("SLURM", cluster.description()))
+        for path in sorted(tmp_path.glob("project/runs/*/attempts.jsonl")):
+            report.sections.append((str(path.relative_to(tmp_path)), path.read_text(errors="replace")))
+    return report
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
