@@ -7,6 +7,7 @@ Linux's abstract namespace works behind launchers that close file descriptors.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import secrets
@@ -14,7 +15,7 @@ import selectors
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TextIO
 
 from mgpu_slurm.job.socket_handoff import user_of
 
@@ -103,18 +104,31 @@ class ReportClient:
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._stream: Any = None
+        self._stream: TextIO | None = None
 
     def __call__(self, progress: int, metrics: dict[str, float]) -> Verdict:
+        """Report, and return what becomes of the trial; raise ConnectionError if the worker is gone."""
         if self._stream is None:
-            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
-                connection.connect(f"\0{self._name}")
-                if user_of(connection) != os.getuid():
-                    raise ConnectionError(
-                        "the worker that started this script is gone, and another user has its socket"
-                    )
-                # keeps the connection open
-                self._stream = connection.makefile("rw", encoding="utf-8")
+            self._stream = self._connect()
+        try:
+            return self._ask(progress, metrics)
+        except OSError:
+            # the error's traceback keeps the stream in a cycle, which Python 3.12 may break up in an order that warns
+            stream, self._stream = self._stream, None
+            with contextlib.suppress(OSError):
+                stream.close()
+            raise
+
+    def _connect(self) -> TextIO:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+            connection.connect(f"\0{self._name}")
+            if user_of(connection) != os.getuid():
+                raise ConnectionError("the worker that started this script is gone, and another user has its socket")
+            # keeps the connection open
+            return connection.makefile("rw", encoding="utf-8")
+
+    def _ask(self, progress: int, metrics: dict[str, float]) -> Verdict:
+        assert self._stream is not None
         self._stream.write(json.dumps({"progress": progress, "metrics": metrics}) + "\n")
         self._stream.flush()
         line = self._stream.readline()
