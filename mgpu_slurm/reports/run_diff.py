@@ -16,6 +16,7 @@ from mgpu_slurm.core.files import read_json
 from mgpu_slurm.core.formatting import cut_middle, short_value
 from mgpu_slurm.registry import lookup, sweep_state
 from mgpu_slurm.request import config as configs
+from mgpu_slurm.request.flat_config import flattened
 from mgpu_slurm.request.spec import read_spec
 from mgpu_slurm.run_folder import records
 from mgpu_slurm.run_folder.layout import RunFolder
@@ -196,12 +197,9 @@ def _result(folder: RunFolder, sweep: SweepSummary | None = None) -> dict[str, A
     return {"runs": state.tasks} | {name: statistics.fmean(column) for name, column in values.items()}
 
 
-def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return nested values by names such as `model.width`."""
-    found: dict[str, Any] = {}
-    for name, value in values.items():
-        found |= _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
-    return found
+def _flat(values: dict[str, Any]) -> dict[str, Any]:
+    """Return nested values by names such as `model.width`; an empty dictionary is no value."""
+    return {name: value for name, value in flattened(values).items() if value != {}}
 
 
 def _differing(first: Mapping[str, Any], second: Mapping[str, Any]) -> Values:
