@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import os
 import subprocess
 import sys
@@ -105,6 +106,7 @@ def is_light(module: str) -> bool:
     return package_of(module) in LIGHT and not module.startswith("mgpu_slurm.doctor.in_job")
 
 
+@functools.cache
 def imports(module: str, everywhere: bool) -> set[str]:
     """What a module imports when it is imported, or anywhere in its code; imports for type checkers do not count."""
     found = set()
