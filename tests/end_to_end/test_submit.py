@@ -213,7 +213,7 @@ def test_run_is_found_from_another_folder(digits: Submitted, tmp_path: Path) -> 
     elsewhere = {"cwd": tmp_path}
     assert digits.folder.name in digits.project.call("status", **elsewhere).stdout
     assert digits.project.call("wait", digits.folder.name, **elsewhere).returncode == 0
-    assert digits.project.call("logs", digits.folder.name, **elsewhere).stdout == log(digits.folder, 0)
+    assert without_gloo(digits.project.call("logs", digits.folder.name, **elsewhere).stdout) == log(digits.folder, 0)
     # the beginning of a name is enough where it is clear
     assert digits.project.call("logs", "digits-", **elsewhere).returncode == 0
 
