@@ -82,7 +82,7 @@ def test_ranks_on_instances_of_a_gpu_are_warned() -> None:
     assert answers == [shared, shared, None]
 
 
-def has_fewer_sockets_than_a_mesh(facts: RankInfo, is_lazy: bool) -> bool:
+def has_fewer_sockets_than_a_mesh(facts: RankInfo, place: Path, is_lazy: bool) -> bool:
     """Return whether this rank has fewer sockets than connections to all others, until a group is used."""
     if not is_lazy:
         os.environ["TORCH_GLOO_LAZY_INIT"] = "0"
@@ -92,6 +92,9 @@ def has_fewer_sockets_than_a_mesh(facts: RankInfo, is_lazy: bool) -> bool:
         # sockets of the rendezvous may still be open
         wait_until(lambda: _sockets() < others)
     has_fewer = _sockets() < others
+    # a rank that goes on connects to those that still count
+    (place / str(facts.rank)).touch()
+    wait_until(lambda: len(list(place.iterdir())) == facts.world_size)
     said = torch.tensor([facts.rank])
     torch.distributed.broadcast(said, src=5)
     assert said.item() == 5
@@ -105,10 +108,10 @@ def _sockets() -> int:
 
 
 @pytest.mark.needs_torch("2.9")
-def test_default_group_connects_only_ranks_that_exchange_something() -> None:
+@pytest.mark.parametrize("is_lazy", [True, False])
+def test_default_group_connects_only_ranks_that_exchange_something(tmp_path: Path, is_lazy: bool) -> None:
     facts = [RankInfo(rank, 6, rank, 6) for rank in range(6)]
-    assert join_ranks(has_fewer_sockets_than_a_mesh, facts, True) == [True] * 6
-    assert join_ranks(has_fewer_sockets_than_a_mesh, facts, False) == [False] * 6
+    assert join_ranks(has_fewer_sockets_than_a_mesh, facts, tmp_path, is_lazy) == [is_lazy] * 6
 
 
 def test_ports_are_bound_outside_the_ephemeral_range() -> None:
