@@ -12,6 +12,7 @@ from typing import Any
 import optuna
 import pytest
 from optuna.samplers import BaseSampler, CmaEsSampler, TPESampler
+from optuna.storages import RDBStorage
 from optuna.study import Study
 from optuna.trial import Trial, TrialState
 
@@ -261,7 +262,7 @@ class Touches:
 class TestCmaesState:
     """The state is kept in the study, which others may write to."""
 
-    def told(self, sampler: BaseSampler, storage: str | None = None, trials: int = 25) -> Study:
+    def told(self, sampler: BaseSampler, storage: RDBStorage | None = None, trials: int = 25) -> Study:
         study = optuna.create_study(storage=storage, study_name="s", sampler=sampler)
         for _ in range(trials):
             self.train(study)
@@ -295,10 +296,14 @@ class TestCmaesState:
     )
     def test_proposals_match_optunas_own_sampler(self, tmp_path: Path, options: dict[str, Any]) -> None:
         # one of them through a database, which is slow
-        kept = self.told(self.ours(**options), None if options else f"sqlite:///{tmp_path}/study.db")
+        storage = None if options else RDBStorage(f"sqlite:///{tmp_path}/study.db")
+        kept = self.told(self.ours(**options), storage)
         own = self.told(CmaEsSampler(seed=5, **options))
         assert [trial.params for trial in kept.trials] == [trial.params for trial in own.trials]
         assert len(self.kept(kept)) == len(self.kept(own)) >= 3
+        if storage is not None:
+            storage.remove_session()
+            storage.engine.dispose()
 
     def test_state_parts_fit_into_every_database(self) -> None:
         study = self.told(self.ours(popsize=20), trials=50)
