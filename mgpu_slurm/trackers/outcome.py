@@ -11,7 +11,7 @@ from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
-from mgpu_slurm.core.files import read_json, write_json
+from mgpu_slurm.core.files import hold_if_free, read_json, write_json
 from mgpu_slurm.core.formatting import counted, program, time_of
 from mgpu_slurm.run_folder import records
 from mgpu_slurm.run_folder.layout import RunFolder
@@ -84,8 +84,13 @@ def runs_of_sweep(sweep: RunFolder, without: Collection[Path] = ()) -> Iterator[
             yield from (run for run in seeds or [trial] if run.path not in without and run.metrics.exists())
 
 
+def lock_of(folder: RunFolder) -> Path:
+    """Return the file that the process that sends a run's reports has locked."""
+    return folder.sinks.with_suffix(".lock")
+
+
 def await_end(runs: Sequence[RunFolder], sinks: Sequence[str], ended: str | None) -> None:
-    """Wait until trackers have been told of the end of runs, at most as long as that may take.
+    """Wait until trackers have been told of the end of runs, or nothing sends them; at most as long as that may take.
 
     Args:
         ended: when the last of them ended.
@@ -104,7 +109,20 @@ def _has_started(run: RunFolder) -> bool:
 
 def _has_ended(run: RunFolder, sinks: Sequence[str]) -> bool:
     sent, attempt = _by_destination(run), records.attempts_started(run)
-    return all(sink in sent and sent[sink].knows_end_of(attempt) for sink in sinks)
+    left = [sink for sink in sinks if sink not in sent or not sent[sink].knows_end_of(attempt)]
+    return not left or (all(sink in sent and sent[sink].problem for sink in left) and not _is_sending(run))
+
+
+def _is_sending(run: RunFolder) -> bool:
+    """Return whether a process sends the reports of a run. Ask only once a tracker has failed: that process then keeps
+    its lock until it succeeds or ends."""
+    try:
+        lock = hold_if_free(lock_of(run))
+    except OSError:
+        return True
+    if lock is not None:
+        os.close(lock)
+    return lock is None
 
 
 def has_all(folder: RunFolder, sinks: Sequence[str]) -> bool:

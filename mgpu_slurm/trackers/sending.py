@@ -6,7 +6,6 @@ import os
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from pathlib import Path
 
 from mgpu_slurm.core import files, log_lines
 from mgpu_slurm.core.formatting import cut, first_line
@@ -16,7 +15,7 @@ from mgpu_slurm.run_folder.layout import RunFolder
 from mgpu_slurm.run_folder.record_types import Report
 from mgpu_slurm.trackers.described import Standing, describe, standing
 from mgpu_slurm.trackers.destinations import MLFLOW, Destination
-from mgpu_slurm.trackers.outcome import Sent, read_sent, write_sent
+from mgpu_slurm.trackers.outcome import Sent, lock_of, read_sent, write_sent
 from mgpu_slurm.trackers.settled import Reports
 from mgpu_slurm.trackers.tracker import TrackedRun, Tracker
 
@@ -178,8 +177,3 @@ class Sender:
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
-
-
-def lock_of(folder: RunFolder) -> Path:
-    """Return the file that the process that sends a run's reports has locked."""
-    return folder.sinks.with_suffix(".lock")

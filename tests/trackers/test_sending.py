@@ -7,7 +7,10 @@ import os
 import resource
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import datetime, timedelta, timezone
 from pathlib import Path
 
 import pytest
@@ -20,8 +23,8 @@ from mgpu_slurm.run_folder.record_types import Report
 from mgpu_slurm.trackers import outcome, sending
 from mgpu_slurm.trackers.adapters.mlflow_tracker import _keys
 from mgpu_slurm.trackers.destinations import Destination
-from mgpu_slurm.trackers.outcome import Sent, read_sent
-from mgpu_slurm.trackers.sending import Sender, lock_of
+from mgpu_slurm.trackers.outcome import Sent, lock_of, read_sent
+from mgpu_slurm.trackers.sending import Sender
 from mgpu_slurm.trackers.tracker import PROGRESS, Status, TrackedRun, Tracker
 from tests.support import REPOSITORY
 from tests.trackers.run_files import add, make_run, report, save
@@ -251,7 +254,9 @@ def test_names_become_those_that_mlflow_takes() -> None:
         _validate_param_name(key)
 
 
-def test_one_process_sends_a_run(run: RunFolder, memory: type[Memory]) -> None:
+@contextmanager
+def sent_elsewhere(run: RunFolder) -> Iterator[None]:
+    """Another process is the one that sends the reports of a run."""
     script = (
         "import sys; from pathlib import Path; from mgpu_slurm.core import files;"
         " assert files.hold_if_free(Path(sys.argv[1])) is not None; print(1, flush=True); sys.stdin.read()"
@@ -259,16 +264,32 @@ def test_one_process_sends_a_run(run: RunFolder, memory: type[Memory]) -> None:
     command = [sys.executable, "-c", script, str(lock_of(run))]
     environ = os.environ | {"PYTHONPATH": str(REPOSITORY)}
     pipe = subprocess.PIPE
-    one = sender(run)
     with subprocess.Popen(command, env=environ, stdin=pipe, stdout=pipe, text=True) as other:
         assert other.stdout is not None
         assert other.stdin is not None
         other.stdout.readline()
+        yield
+        other.stdin.close()
+
+
+def test_one_process_sends_a_run(run: RunFolder, memory: type[Memory]) -> None:
+    one = sender(run)
+    with sent_elsewhere(run):
         one.look(is_job_over=False)
         assert memory.runs == []
-        other.stdin.close()
     one.look(is_job_over=False)
     assert progress(memory) == [1, 2, 3]
+
+
+def test_end_is_awaited_only_while_a_process_sends(run: RunFolder) -> None:
+    in_an_hour = (datetime.now(timezone.utc) + timedelta(hours=1)).isoformat()
+    waiting = threading.Thread(target=outcome.await_end, args=([run], [SINK], in_an_hour))
+    with sent_elsewhere(run):
+        outcome.write_sent(run, [Sent(SINK, problem="ConnectionError: cannot connect")])
+        waiting.start()
+        waiting.join(0.5)
+        assert waiting.is_alive()
+    waiting.join()
 
 
 def test_a_full_disk_of_the_run_loses_only_the_record(
