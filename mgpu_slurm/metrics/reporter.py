@@ -139,10 +139,10 @@ class Reporter:
             for sink in self._sinks:
                 sink.step_done(step)
 
-    def resume(self, step: int) -> None:
-        """Tell the sinks that the run resumes from a checkpoint of this step."""
+    def resume(self, step: int, progress: int) -> None:
+        """Tell the sinks that the run resumes from a checkpoint of this step and progress."""
         for sink in self._sinks:
-            sink.resume(step)
+            sink.resume(step, progress)
 
     def close(self, step: int) -> None:
         for sink in self._sinks:

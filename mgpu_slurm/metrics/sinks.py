@@ -48,8 +48,9 @@ class Sink(ABC):
     def step_done(self, step: int) -> None:  # noqa: B027
         """Take the number of steps done; called about once per second."""
 
-    def resume(self, step: int) -> None:  # noqa: B027
-        """Take the step of the checkpoint that the run resumes from: what was reported of later steps is void."""
+    def resume(self, step: int, progress: int) -> None:  # noqa: B027
+        """Take the step and progress of the checkpoint that the run resumes from: what was reported of later ones is
+        void."""
 
     def close(self, step: int) -> None:  # noqa: B027
         """Write what is pending: the run ends at this step."""
@@ -104,9 +105,9 @@ class Tolerant(Sink):
         with self._tolerance.guard():
             self._sink.step_done(step)
 
-    def resume(self, step: int) -> None:
+    def resume(self, step: int, progress: int) -> None:
         with self._tolerance.guard():
-            self._sink.resume(step)
+            self._sink.resume(step, progress)
 
     def close(self, step: int) -> None:
         self._report_due()
@@ -145,12 +146,12 @@ class EventFiles(Sink):
         self._writer: EventWriter | None = None
         self._begins_at = 0
 
-    def resume(self, step: int) -> None:
-        self._begins_at = step + 1
+    def resume(self, step: int, progress: int) -> None:
+        self._begins_at = (step or progress) + 1
 
     def report(self, report: Report) -> None:
         self._writer = self._writer or EventWriter(self._folder, self._begins_at)
-        self._writer.add(report.step, report.values, datetime.fromisoformat(report.time).timestamp())
+        self._writer.add(report.shown_step, report.values, datetime.fromisoformat(report.time).timestamp())
 
     def close(self, step: int) -> None:
         if self._writer is not None:

@@ -320,6 +320,12 @@ class Report:
     """What was measured without the job's code, such as the time of a step."""
 
     @property
+    def shown_step(self) -> int:
+        """The step at which trackers and TensorBoard show it: that of a job without optimizer steps is the progress, as
+        all of its reports would be at 0."""
+        return self.step or self.progress
+
+    @property
     def values(self) -> dict[str, float]:
         """All of it: a job's own metric of the same name as a curve is what it means."""
         return self.curves | self.metrics

@@ -127,7 +127,7 @@ class Restorer:
             own.put_back()
         if self._reporter is not None:
             step = self._position.step
-            self._reporter.resume(step)
+            self._reporter.resume(step, self._position.progress)
             name = self._files.checkpoint(*key).name
             print(f"restored step {step} from {name} (attempt {self._attempt})", flush=True)
 

@@ -57,7 +57,7 @@ class SinkContract:
     def test_close_without_a_report_writes_no_values(
         self, made: Sink, folder: RunFolder, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        made.resume(20)
+        made.resume(20, 2)
         made.close(20)
         made.close(20)
         assert [loss for _, loss in self.heard(folder, capsys.readouterr().out)] == []

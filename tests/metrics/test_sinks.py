@@ -40,11 +40,21 @@ class TestEventFiles(SinkContract):
         for first in (1, 2):
             sink = EventFiles(folder)
             if first > 1:
-                sink.resume(10)
+                sink.resume(10, 1)
             for progress in (first, first + 1):
                 sink.report(sinks.Report(progress, 10 * progress, records.now(), 1, {"loss": float(first)}))
             sink.close(0)
         assert points(folder.tensorboard)["loss"] == [(10, 1.0), (20, 2.0), (30, 2.0)]
+
+    def test_progress_of_a_job_without_optimizer_steps_is_the_step(self, folder: RunFolder) -> None:
+        for first in (1, 3):
+            sink = EventFiles(folder)
+            if first > 1:
+                sink.resume(0, 2)
+            for progress in range(first, first + 3):
+                sink.report(sinks.Report(progress, 0, records.now(), 1, {"loss": float(first)}))
+            sink.close(0)
+        assert points(folder.tensorboard)["loss"] == [(1, 1.0), (2, 1.0), (3, 3.0), (4, 3.0), (5, 3.0)]
 
 
 class TestLiveState(SinkContract):

@@ -157,7 +157,7 @@ class WorkerTrial:
             report = Report(rung, step, records.now(), self.attempt, self.metrics, {})
             for sink in (MetricsFile(self.folder), EventFiles(self.folder)):
                 # a new file, which continues the curve
-                sink.resume(step - 1)
+                sink.resume(max(step - 1, 0), rung - 1)
                 sink.report(report)
                 sink.close(step)
 

@@ -136,14 +136,12 @@ class MlflowTracker(Tracker):
 
 
 def _metrics(report: Report) -> list[Any]:
-    """Return the values of a report as MLflow's, the progress last. A job that takes no optimizer step has the progress
-    as step: else all its values would be at 0."""
+    """Return the values of a report as MLflow's, the progress last."""
     from mlflow.entities import Metric
 
     time, keys = _milliseconds(report.time), _keys(report.values)
     values = [(keys[name], value) for name, value in report.values.items()]
-    step = report.step or report.progress
-    return [Metric(key, value, time, step) for key, value in (*values, (PROGRESS, float(report.progress)))]
+    return [Metric(key, value, time, report.shown_step) for key, value in (*values, (PROGRESS, float(report.progress)))]
 
 
 def _keys(names: Iterable[str]) -> dict[str, str]:
