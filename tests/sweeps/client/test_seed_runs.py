@@ -19,6 +19,7 @@ from mgpu_slurm.sweeps.client.messages import Assignment, Leave, Superseded
 from mgpu_slurm.sweeps.client.study_client import StudyClient
 from mgpu_slurm.sweeps.study import trial_queue
 from mgpu_slurm.sweeps.study.snapshots import UNTIL, until_of
+from tests.metrics.test_event_writer import points
 from tests.sweeps.sweeps import begin, kill, leave, make, states, study_of, worker
 
 ASHA = {"name": "asha", "min_resource": 1, "max_resource": 9, "reduction_factor": 3}
@@ -33,7 +34,8 @@ def report(part: StudyClient, folder: RunFolder, order: Assignment, progress: in
     """Report as the run of a seed does, whose metrics are in its folder."""
     assert order.seed is not None
     run = folder.of_trial(order.number).of_seed(order.seed)
-    append_jsonl(run.metrics, {"progress": progress, "metrics": {"score": score}})
+    # a job that takes no optimizer step
+    append_jsonl(run.metrics, {"progress": progress, "step": 0, "metrics": {"score": score}})
     return part.report(progress, {"score": score})
 
 
@@ -86,6 +88,8 @@ def test_promoted_trial_continues_each_of_its_seeds(tmp_path: Path) -> None:
     part.next(Stop.NO)
     assert study_of(folder).trials[0].intermediate_values == {1: 0.5, 3: pytest.approx(0.7)}
     assert study_of(folder).trials[0].system_attrs[UNTIL] == 1
+    # the means are one curve, though each rung has an event file of its own
+    assert points(folder.of_trial(0).tensorboard)["score"] == [(1, 0.5), (3, pytest.approx(0.7))]
 
 
 def test_first_value_at_the_rung_counts_even_if_the_pause_comes_later(tmp_path: Path) -> None:
