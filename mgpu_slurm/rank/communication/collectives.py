@@ -15,6 +15,7 @@ import itertools
 import json
 import struct
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -252,13 +253,13 @@ class Collectives:
 
 
 def _is_done_within(work: dist.Work, seconds: float) -> bool:
-    try:
+    with suppress(RuntimeError):
         work.wait(timedelta(seconds=seconds))
-    except RuntimeError:
-        if not work.is_completed():
-            return False
-        # it failed, or completed at the last moment
-        work.wait()
+        return True
+    if not work.is_completed():
+        return False
+    # it failed, or completed at the last moment; outside of the handler, so that its error is shown once
+    work.wait()
     return True
 
 
