@@ -73,7 +73,7 @@ class Sweeping:
     def report(self, number: int, *losses: float, attempt: int = 1, first: int = 1, **others: float) -> None:
         reporter = Reporter(self.folder.of_trial(number), attempt)
         if first > 1:
-            reporter.resume((first - 1) * 10)
+            reporter.resume((first - 1) * 10, first - 1)
         for progress, loss in enumerate(losses, first):
             reporter.report(progress, progress * 10, {"loss": loss, **others})
         reporter.close(0)
