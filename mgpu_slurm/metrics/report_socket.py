@@ -108,13 +108,12 @@ class ReportClient:
 
     def __call__(self, progress: int, metrics: dict[str, float]) -> Verdict:
         """Report, and return what becomes of the trial; raise ConnectionError if the worker is gone."""
-        if self._stream is None:
-            self._stream = self._connect()
+        stream = self._stream = self._stream or self._connect()
         try:
-            return self._ask(progress, metrics)
+            return _ask(stream, progress, metrics)
         except OSError:
-            # the error's traceback keeps the stream in a cycle, which Python 3.12 may break up in an order that warns
-            stream, self._stream = self._stream, None
+            # else the error's traceback keeps the stream in a cycle, and Python 3.12 may warn when it collects that
+            self._stream = None
             with contextlib.suppress(OSError):
                 stream.close()
             raise
@@ -127,12 +126,12 @@ class ReportClient:
             # keeps the connection open
             return connection.makefile("rw", encoding="utf-8")
 
-    def _ask(self, progress: int, metrics: dict[str, float]) -> Verdict:
-        assert self._stream is not None
-        self._stream.write(json.dumps({"progress": progress, "metrics": metrics}) + "\n")
-        self._stream.flush()
-        line = self._stream.readline()
-        if not line:
-            raise ConnectionError("the worker that started this script is gone")
-        answer = json.loads(line)
-        return Verdict(answer["given_up"], answer.get("pause", False), answer.get("save", False))
+
+def _ask(stream: TextIO, progress: int, metrics: dict[str, float]) -> Verdict:
+    stream.write(json.dumps({"progress": progress, "metrics": metrics}) + "\n")
+    stream.flush()
+    line = stream.readline()
+    if not line:
+        raise ConnectionError("the worker that started this script is gone")
+    answer = json.loads(line)
+    return Verdict(answer["given_up"], answer.get("pause", False), answer.get("save", False))

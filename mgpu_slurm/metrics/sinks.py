@@ -49,8 +49,7 @@ class Sink(ABC):
         """Take the number of steps done; called about once per second."""
 
     def resume(self, step: int, progress: int) -> None:  # noqa: B027
-        """Take the step and progress of the checkpoint that the run resumes from: what was reported of later ones is
-        void."""
+        """Take the step and progress of the checkpoint that the run resumes from: later reports are void."""
 
     def close(self, step: int) -> None:  # noqa: B027
         """Write what is pending: the run ends at this step."""
@@ -141,10 +140,14 @@ class MetricsFile(Sink):
 class EventFiles(Sink):
     """Event files for TensorBoard, a new one for each attempt that reports anything."""
 
-    def __init__(self, folder: RunFolder) -> None:
+    def __init__(self, folder: RunFolder, begins_at: int = 0) -> None:
+        """
+        Args:
+            begins_at: the first step that is shown here: what earlier files have of it and of later steps is void.
+        """
         self._folder = folder.tensorboard
         self._writer: EventWriter | None = None
-        self._begins_at = 0
+        self._begins_at = begins_at
 
     def resume(self, step: int, progress: int) -> None:
         self._begins_at = (step or progress) + 1

@@ -321,8 +321,8 @@ class Report:
 
     @property
     def shown_step(self) -> int:
-        """The step at which trackers and TensorBoard show it: that of a job without optimizer steps is the progress, as
-        all of its reports would be at 0."""
+        """The step at which TensorBoard and MLflow show it: the progress, as long as the job has taken no optimizer
+        step, or all of its reports would be at 0."""
         return self.step or self.progress
 
     @property

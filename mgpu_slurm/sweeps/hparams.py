@@ -115,13 +115,14 @@ def write_metric(trial: RunFolder, name: str, value: float) -> None:
 
 
 def reported_by(trial: RunFolder, until: float = math.inf) -> tuple[dict[str, float], int]:
-    """Return the last value of each metric that a trial has reported up to a progress, and the step of the last one."""
+    """Return the last value of each metric that a trial has reported up to a progress, and the step at which the last
+    report is shown."""
     values: dict[str, float] = {}
     step = 0
     for record in read_jsonl(trial.metrics):
         if record["progress"] <= until:
             values |= record["metrics"]
-            step = record.get("step", step)
+            step = record.get("step", step) or record["progress"]
     return values, step
 
 

@@ -21,6 +21,8 @@ from mgpu_slurm.trackers.settled import Reports
 
 FINISH_SECONDS = 30
 """How long the process that sends reports may take when the run has ended."""
+GIVING_UP_SECONDS = 5
+"""For so long after the end of a run, the process that sends its reports may still be starting."""
 
 
 @dataclass(frozen=True)
@@ -90,15 +92,16 @@ def lock_of(folder: RunFolder) -> Path:
 
 
 def await_end(runs: Sequence[RunFolder], sinks: Sequence[str], ended: str | None) -> None:
-    """Wait until trackers have been told of the end of runs, or nothing sends them; at most as long as that may take.
+    """Wait until trackers know of the end of runs, or no process tells them any more; at most as long as that may take.
 
     Args:
         ended: when the last of them ended.
     """
     left, last = [run for run in runs if sinks and _has_started(run)], time_of(ended)
-    while last is not None and datetime.now(last.tzinfo) < last + timedelta(seconds=FINISH_SECONDS):
-        left = [run for run in left if not _has_ended(run, sinks)]
-        if not left:
+    while last is not None and (passed := datetime.now(last.tzinfo) - last) < timedelta(seconds=FINISH_SECONDS):
+        left = [run for run in left if _lacking(run, sinks)]
+        is_new = passed < timedelta(seconds=GIVING_UP_SECONDS)
+        if not left or not (is_new or any(_may_be_told(run, sinks) for run in left)):
             return
         time.sleep(0.1)
 
@@ -107,15 +110,17 @@ def _has_started(run: RunFolder) -> bool:
     return run.metrics.exists() or records.attempts_started(run) > 0
 
 
-def _has_ended(run: RunFolder, sinks: Sequence[str]) -> bool:
+def _lacking(run: RunFolder, sinks: Sequence[str]) -> list[Sent]:
+    """Return what is recorded of the trackers that have not been told of the end of a run."""
     sent, attempt = _by_destination(run), records.attempts_started(run)
-    left = [sink for sink in sinks if sink not in sent or not sent[sink].knows_end_of(attempt)]
-    return not left or (all(sink in sent and sent[sink].problem for sink in left) and not _is_sending(run))
+    return [each for sink in sinks if not (each := sent.get(sink, Sent(sink))).knows_end_of(attempt)]
 
 
-def _is_sending(run: RunFolder) -> bool:
-    """Return whether a process sends the reports of a run. Ask only once a tracker has failed: that process then keeps
-    its lock until it succeeds or ends."""
+def _may_be_told(run: RunFolder, sinks: Sequence[str]) -> bool:
+    """Return whether a tracker may still be told of the end of a run: a process whose tracker has failed keeps its lock
+    until it succeeds or ends."""
+    if not all(sent.problem for sent in _lacking(run, sinks)):
+        return True
     try:
         lock = hold_if_free(lock_of(run))
     except OSError:

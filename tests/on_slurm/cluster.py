@@ -190,7 +190,7 @@ class Cluster:
         """Its jobs, its nodes and the last lines of the controller's log."""
         asked = (["scontrol", "show", "job", "--oneliner"], ["sinfo", "--all", "--Node", "--long"])
         lines = (self.folder / "log/slurmctld.log").read_text(errors="replace").splitlines()[-20:]
-        return "\n".join([*(self.run(*words).stdout.strip() for words in asked), *lines])
+        return "\n".join([*(self.run(*words, timeout=10).stdout.strip() for words in asked), *lines])
 
     def until_job(self, job_id: str | int, *states: str, seconds: float = 60) -> dict[str, str]:
         """Waits until a job is in one of the states (SLURM's long names); what `job` then says."""

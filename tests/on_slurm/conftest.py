@@ -35,7 +35,12 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
     report = yield
     cluster, tmp_path = (getattr(item, "funcargs", {}).get(name) for name in ("cluster", "tmp_path"))
     if report.when == "call" and report.failed and cluster and tmp_path:
-        report.sections.append(("SLURM", cluster.description()))
+        try:
+            text = cluster.description()
+        except Exception as error:
+            # an error of this hook would end the whole session
+            text = repr(error)
+        report.sections.append(("SLURM", text))
         for path in sorted(tmp_path.glob("project/runs/*/attempts.jsonl")):
             report.sections.append((str(path.relative_to(tmp_path)), path.read_text(errors="replace")))
     return report

@@ -70,12 +70,14 @@ class Sweeping:
         trial = self.trials[number]
         hparams.write_start(self.folder.of_trial(number), self.sweep, self.values[number], trial.distributions)
 
-    def report(self, number: int, *losses: float, attempt: int = 1, first: int = 1, **others: float) -> None:
+    def report(
+        self, number: int, *losses: float, attempt: int = 1, first: int = 1, steps_each: int = 10, **others: float
+    ) -> None:
         reporter = Reporter(self.folder.of_trial(number), attempt)
         if first > 1:
-            reporter.resume((first - 1) * 10, first - 1)
+            reporter.resume((first - 1) * steps_each, first - 1)
         for progress, loss in enumerate(losses, first):
-            reporter.report(progress, progress * 10, {"loss": loss, **others})
+            reporter.report(progress, progress * steps_each, {"loss": loss, **others})
         reporter.close(0)
 
     def end(self, number: int, end: End, result: Mapping[str, float] | None = None) -> None:

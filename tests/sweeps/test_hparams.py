@@ -136,6 +136,12 @@ def test_result_that_was_not_reported_becomes_the_last_point(tmp_path: Path) -> 
     again = made.run("done", 0.5, 0.75)
     points = EventAccumulator(str(made.folder.of_trial(again).tensorboard)).Reload()
     assert [point.step for point in points.Scalars("loss")] == [10, 20]
+    # without optimizer steps, reports are shown at their progress
+    number = made.begin()
+    made.report(number, 0.5, 0.75, steps_each=0)
+    made.end(number, "done", {"loss": 0.5})
+    points = EventAccumulator(str(made.folder.of_trial(number).tensorboard)).Reload()
+    assert [(point.step, point.value) for point in points.Scalars("loss")] == [(1, 0.5), (2, 0.75), (2, 0.5)]
 
 
 def test_partial_event_file_is_never_visible_to_tensorboard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -281,15 +281,29 @@ def test_one_process_sends_a_run(run: RunFolder, memory: type[Memory]) -> None:
     assert progress(memory) == [1, 2, 3]
 
 
-def test_end_is_awaited_only_while_a_process_sends(run: RunFolder) -> None:
-    in_an_hour = (datetime.now(timezone.utc) + timedelta(hours=1)).isoformat()
-    waiting = threading.Thread(target=outcome.await_end, args=([run], [SINK], in_an_hour))
+def test_end_is_awaited_only_while_a_process_sends(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    outcome.write_sent(run, [Sent(SINK, problem="ConnectionError: cannot connect")])
+    monkeypatch.setattr(outcome, "FINISH_SECONDS", 3600)
+    a_while_ago = (datetime.now(timezone.utc) - timedelta(seconds=outcome.GIVING_UP_SECONDS)).isoformat()
+    waiting = threading.Thread(target=outcome.await_end, args=([run], [SINK], a_while_ago), daemon=True)
     with sent_elsewhere(run):
-        outcome.write_sent(run, [Sent(SINK, problem="ConnectionError: cannot connect")])
         waiting.start()
         waiting.join(0.5)
         assert waiting.is_alive()
-    waiting.join()
+    waiting.join(60)
+    assert not waiting.is_alive()
+
+
+def test_process_that_starts_at_the_end_of_a_run_is_awaited(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    outcome.write_sent(run, [Sent(SINK, problem="ConnectionError: of an earlier process")])
+    monkeypatch.setattr(outcome, "GIVING_UP_SECONDS", 3600)
+    waiting = threading.Thread(target=outcome.await_end, args=([run], [SINK], records.now()), daemon=True)
+    waiting.start()
+    waiting.join(0.5)
+    assert waiting.is_alive()
+    outcome.write_sent(run, [Sent(SINK, ended=records.now(), attempt=records.attempts_started(run))])
+    waiting.join(60)
+    assert not waiting.is_alive()
 
 
 def test_a_full_disk_of_the_run_loses_only_the_record(

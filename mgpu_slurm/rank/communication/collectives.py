@@ -258,7 +258,7 @@ def _is_done_within(work: dist.Work, seconds: float) -> bool:
         return True
     if not work.is_completed():
         return False
-    # it failed, or completed at the last moment; outside of the handler, so that its error is shown once
+    # it failed, or completed at the last moment; after the `with`, so that its error is shown once
     work.wait()
     return True
 

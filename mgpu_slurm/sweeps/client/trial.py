@@ -155,9 +155,8 @@ class WorkerTrial:
         step = next((each.get("step", rung) for each in read_jsonl(first.metrics) if each["progress"] >= rung), rung)
         with hparams.may_fail():
             report = Report(rung, step, records.now(), self.attempt, self.metrics, {})
-            for sink in (MetricsFile(self.folder), EventFiles(self.folder)):
-                # a new file, which continues the curve
-                sink.resume(max(step - 1, 0), rung - 1)
+            # a new event file, which continues the curve
+            for sink in (MetricsFile(self.folder), EventFiles(self.folder, report.shown_step)):
                 sink.report(report)
                 sink.close(step)
 
