@@ -280,6 +280,8 @@ _OF_AN_END = (
     ("^the batch step could not serve the rendezvous", RENDEZVOUS),
     (r"^srun waited for \d+ s, and SLURM did not start the ranks' step", HELD_UP),
     (r"(?i)^srun: (?:error|fatal): .*(?:launch|node failure|communication|timed out)", LAUNCH),
+    # a controller or step manager that does not answer, or not yet
+    (r"(?i)^srun: (?:error|fatal): .*(?:confirm allocation|contact slurm|zero bytes|unexpected message)", LAUNCH),
 )
 """Causes by the end of a process that reported no error."""
 

@@ -302,6 +302,24 @@ def test_retry_near_the_time_limit_becomes_a_requeue(
     assert [event.event for event in records.events(folder)] == ["started", "ended", "retried"] * attempts
 
 
+def test_srun_that_cannot_confirm_its_job_is_started_again(
+    folder: RunFolder, start_batch: StartBatch, tmp_path: Path
+) -> None:
+    """As with a step manager that is not there yet, on SLURM 24.11."""
+    fails_once = f"""
+import pathlib, sys
+try:
+    pathlib.Path({str(tmp_path / "failed")!r}).touch(exist_ok=False)
+    sys.exit("srun: error: Unable to confirm allocation for job 9: Unspecified error")
+except FileExistsError:
+    pass
+"""
+    (tmp_path / "srun.py").write_text(fails_once + SRUN)
+    assert start_batch(shell("echo here")).wait() == 0
+    assert [event.event for event in records.events(folder)] == ["started", "ended", "retried", "started", "ended"]
+    assert folder.rank_log(2, 0).read_text() == "here\n"
+
+
 def test_run_is_not_retried_if_squeue_fails(folder: RunFolder, start_batch: StartBatch, scontrol: Path) -> None:
     scontrol.with_name("squeue").write_text("#!/bin/sh\necho 'slurm_load_jobs error: Access denied' >&2; exit 1\n")
     assert start_batch(rank_1_is_killed(folder, attempts=1)).wait() == 137

@@ -104,6 +104,7 @@ class Cluster:
             for node in cluster.nodes:
                 cluster._start_slurmd(node)
             cluster._until_nodes("all nodes are up", cluster.nodes, usable)
+            until("a first step has run", cluster._runs_steps)
         except BaseException:
             holder.kill()
             holder.wait()
@@ -451,6 +452,10 @@ class Cluster:
             return all(condition(states[node]) for node in nodes)
 
         until(what, there, 120, states)
+
+    def _runs_steps(self) -> bool:
+        """Run a step on all nodes. The first one with a step manager may fail: srun does not wait for that to start."""
+        return self.run("srun", f"--nodes={len(self.nodes)}", "--quiet", "true").returncode == 0
 
     def _write_commands(self) -> None:
         """Wrappers on the host for SLURM's commands, which run inside in the folder that one stands in.
