@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 @click.argument("names", nargs=-1, metavar="[RUN ...]", shell_complete=run_names)
 @click.option("--watch", is_flag=True, help="Refresh until all runs have ended.")
 @click.option("--sort", metavar="KEY", help="Sort by a column, metric or config value; -KEY: largest first.")
-@click.option("--filter", "filters", multiple=True, metavar="CONDITION", help="Only some runs, as below; repeatable.")
+@click.option("--filter", "filters", multiple=True, metavar="CONDITION", help="Only some runs, as above; repeatable.")
 @json_flag
 def status(names: tuple[str, ...], watch: bool, sort: str | None, filters: tuple[str, ...], as_json: bool) -> None:
     """List runs with their state, newest first.

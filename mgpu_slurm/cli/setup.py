@@ -124,7 +124,7 @@ def _check_nodes(resources: Flags, executor: str, cluster: str | None, as_json: 
         print_lines(node_table.lines(checked.reports, terminal.columns if terminal else sys.maxsize))
     if checked.is_interrupted:
         sys.exit(INTERRUPTED)
-    if checked.has_broken:
+    if checked.has_failed:
         sys.exit(1)
 
 

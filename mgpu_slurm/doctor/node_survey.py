@@ -78,8 +78,10 @@ class Checked:
     is_interrupted: bool
 
     @property
-    def has_broken(self) -> bool:
-        return any(report.verdict == "broken" for report in self.reports)
+    def has_failed(self) -> bool:
+        """Whether a node is broken, or no node could be checked."""
+        is_broken = any(report.verdict == "broken" for report in self.reports)
+        return is_broken or all(report.seen.facts is None for report in self.reports)
 
 
 def check_nodes(flags: Mapping[str, object], executor: str, cluster: str | None, note: Note) -> Checked:
@@ -227,9 +229,18 @@ class Survey:
                 return
             if now > next_note:
                 next_note = now + _NEWS_EVERY
-                self._note(f"{len(self._facts)} of {len(self._names)} have reported; waiting for {compress(expected)}")
+                self._note(self._progress(expected))
             # as long as a look takes with thousands of nodes
             time.sleep(max(PAUSE, time.monotonic() - now))
+
+    def _progress(self, expected: Sequence[str]) -> str:
+        """Return in words what is waited for."""
+        said = [f"{len(self._facts)} of {len(self._names)} have reported"]
+        if silent := [name for name in expected if name not in self._facts]:
+            said.append(f"waiting for {compress(silent)}")
+        if measuring := [name for name in expected if name in self._facts]:
+            said.append(f"{compress(measuring)} measure the network, or wait for others to do so")
+        return "; ".join(said)
 
     def end(self) -> None:
         """Cancel what is left of the job. Its runs are deleted, unless one of them shows why a node is broken."""

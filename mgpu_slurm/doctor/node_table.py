@@ -105,4 +105,5 @@ def _last_line(reports: Sequence[NodeReport]) -> str:
     if avoided := exclude(reports):
         return f"--exclude {avoided}"
     checked = sum(report.seen.facts is not None for report in reports)
-    return f"{checked} of {counted(len(reports), 'node')} checked, none of them slow or broken"
+    found = ", none of them slow or broken" if checked else ""
+    return f"{checked} of {counted(len(reports), 'node')} checked{found}"

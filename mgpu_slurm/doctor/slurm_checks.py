@@ -290,7 +290,9 @@ def findings_of_file(cwd: Path, note: Note, slurm_answers: bool) -> Iterator[Fin
         except UserError as error:
             yield check_results.failed("cluster file", str(error), "fix the file")
             return
-        yield check_results.ok("cluster file", f"{' and '.join(files)}: clusters {', '.join(file.clusters) or 'none'}")
+        plural = "s" if len(file.clusters) > 1 else ""
+        named = f"cluster{plural} {', '.join(file.clusters)}" if file.clusters else "no clusters"
+        yield check_results.ok("cluster file", f"{' and '.join(files)}: {named}")
         if slurm_answers:
             yield from _cluster_findings(file, cwd, note)
 

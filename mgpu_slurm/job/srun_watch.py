@@ -39,7 +39,8 @@ _NO_LAUNCH = re.compile(
 
 _OUT_OF_MEMORY = "Out Of Memory"
 
-_SLURMS = ("srun: ", "slurmstepd: ")
+# but for the program that a node does not have, such as the runtime of a container
+_SLURMS = re.compile(r"srun: |slurmstepd(?:-\S+)?: (?!error: execve\(\))")
 
 _COMPLAINT = re.compile(r"^srun: (?:error|fatal): .+$", re.MULTILINE)
 
@@ -60,9 +61,9 @@ class LaunchLog:
         return first_failure(self._added(), followers) or describe_exit(ending)
 
     def last_words(self) -> str:
-        """Return the last line that is not SLURM's, such as the error of a container that did not start; or ""."""
+        """Return the last line that is not SLURM's own, such as why a container did not start; or ""."""
         lines = [line.strip() for line in self._added().splitlines()]
-        others = [line for line in lines if line and not line.startswith(_SLURMS)]
+        others = [line for line in lines if line and not _SLURMS.match(line)]
         return others[-1] if others else ""
 
     def begins_with_sigterm(self) -> bool:

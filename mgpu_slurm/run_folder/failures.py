@@ -272,7 +272,7 @@ _OF_AN_END = (
     (r"^(?:[\w\- ]+ on \S+|[\w ]+) was (?:ended|killed) by SIGKILL|^ranks? \S+ on \S+: Killed$", KILLED),
     (r"^[\w\- ]+ (?:on \S+ )?was (?:ended|killed) by SIGBUS|^ranks? \S+ on \S+: Bus error", SHARED_MEMORY),
     (r"was (?:ended|killed) by SIGTERM|^ranks? \S+ on \S+: Terminated$|, asked to end$", TERMINATED),
-    (rf": {PREFIX}command '.*' (?:is not|may not|does not) ", NO_COMMAND),
+    (rf": {PREFIX}command '.*' (?:is not|may not|does not) |: slurmstepd\S*: error: execve\(\): ", NO_COMMAND),
     (
         r"was (?:ended|killed) by SIG(?:SEGV|ABRT|ILL|FPE)|: (?:Segmentation fault|Aborted|Illegal instruction)",
         CRASH,

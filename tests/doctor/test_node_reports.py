@@ -7,6 +7,7 @@ from typing import Any
 
 from mgpu_slurm.doctor import node_table
 from mgpu_slurm.doctor.node_reports import GpuFacts, Meeting, NodeFacts, NodeReport, Seen, exclude, judge
+from mgpu_slurm.doctor.node_survey import Checked
 from mgpu_slurm.slurm.partition_nodes import Node
 
 H200, V100 = "NVIDIA H200", "Tesla V100-SXM2-32GB"
@@ -47,6 +48,13 @@ def test_equal_nodes_are_ok_and_nothing_is_excluded() -> None:
     assert [report.network for report in reports] == [1e9, 1.1e9, 1.1e9]
     assert exclude(reports) == ""
     assert node_table.lines(reports)[-1] == "3 of 3 nodes checked, none of them slow or broken"
+
+
+def test_check_of_no_node_has_failed() -> None:
+    reports = judge([seen("n1", None, unchecked="its task did not start in time")], [])
+    assert node_table.lines(reports)[-1] == "0 of 1 node checked"
+    assert Checked(reports, is_interrupted=False).has_failed
+    assert not Checked(judged(facts()), is_interrupted=False).has_failed
 
 
 def test_slow_node_is_named_with_its_value_and_the_median_of_its_kind() -> None:

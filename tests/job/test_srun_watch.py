@@ -45,6 +45,19 @@ def test_refusal_to_create_a_step_is_reported_verbatim() -> None:
     assert first_failure("srun: Job step aborted: Waiting up to 32 seconds for job step to finish.\n") is None
 
 
+def test_last_words_name_a_program_that_a_node_lacks(tmp_path: Path) -> None:
+    path = tmp_path / "launch-9.log"
+    log = LaunchLog(path)
+    missing = "slurmstepd-n2: error: execve(): apptainer: No such file or directory"
+    cancelled = "slurmstepd-n1: error: *** STEP 9.0 ON n1 CANCELLED AT 2026-11-29T21:00:00 DUE to TASK FAILURE ***"
+    path.write_text(
+        f"module: command not found\n{missing}\nsrun: error: n2: task 1: Exited with exit code 2\n{cancelled}\n"
+    )
+    assert log.last_words() == missing
+    path.write_text(f"module: command not found\n{cancelled}\n")
+    assert log.last_words() == "module: command not found"
+
+
 def test_rank_out_of_memory_takes_precedence(tmp_path: Path) -> None:
     """The other ranks lose their connections to it, and srun may report them earlier."""
     lost = "srun: error: n[1-2]: tasks 0-3: Exited with exit code 1\n"

@@ -106,6 +106,11 @@ def test_sigterm_is_recognized_as_terminated(message: str) -> None:
     assert (cause.name, cause.is_cluster_fault) == ("terminated", False)
 
 
+def test_program_that_a_node_lacks_is_recognized() -> None:
+    said = "slurmstepd-n2: error: execve(): apptainer: No such file or directory"
+    assert cause_of(Failure(message=f"ranks 2-3 on n2 ended with exit code 2: {said}")).name == "command"
+
+
 def test_cause_of_a_script_is_read_from_the_end_of_its_log() -> None:
     said = "Traceback (most recent call last):\n  File ...\nModuleNotFoundError: No module named 'nowhere'\n"
     failure = Failure(message="rank 0 ended with exit code 1: ModuleNotFoundError: No module named 'nowhere'")
