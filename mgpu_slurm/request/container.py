@@ -92,11 +92,11 @@ class Container:
         for mount in self.mounts:
             Mount.parse(mount)
         if self.command and self.runtime not in (None, "command"):
-            raise UserError(f"container: command and runtime {self.runtime} exclude each other: leave one out")
+            raise UserError(f"command and runtime {self.runtime} exclude each other: leave one out")
         if self.runtime == "command" and not self.command:
-            raise UserError("container: runtime command needs `command:`, the words that start a container")
+            raise UserError("runtime command needs `command:`, the words that start a container")
         if self.command and not any("{image}" in word for word in self.command):
-            raise UserError("container: command: no word has {image}: put it where the image belongs")
+            raise UserError("command: no word has {image}: put it where the image belongs")
 
     @property
     def is_file(self) -> bool:

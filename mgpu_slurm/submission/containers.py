@@ -108,7 +108,7 @@ def check(spec: Spec, folder: RunFolder) -> Checked | None:
         return Checked(f"{named}: not checked, as this is no machine of a cluster", is_complete=False)
     for mount in map(Mount.parse, container.mounts):
         if not os.path.exists(mount.source):
-            raise UserError(f"--mount {mount}: there is no {mount.source} here: check the path")
+            raise UserError(f"mount {mount}: there is no {mount.source} here: check --mount, or `mounts:` in mgpu.yaml")
     if container.starter == "pyxis":
         _check_pyxis(spec, container)
         return Checked(f"{named}: it starts with the job, and was not checked", is_complete=False)
