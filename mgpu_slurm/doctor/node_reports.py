@@ -123,6 +123,10 @@ class NodeReport:
         return self.seen.node.name
 
     @property
+    def is_checked(self) -> bool:
+        return self.seen.facts is not None
+
+    @property
     def to_exclude(self) -> bool:
         """SLURM itself starts nothing on nodes that are down."""
         return self.verdict in ("slow", "broken")

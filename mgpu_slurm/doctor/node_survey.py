@@ -81,7 +81,7 @@ class Checked:
     def has_failed(self) -> bool:
         """Whether a node is broken, or no node could be checked."""
         is_broken = any(report.verdict == "broken" for report in self.reports)
-        return is_broken or all(report.seen.facts is None for report in self.reports)
+        return is_broken or not any(report.is_checked for report in self.reports)
 
 
 def check_nodes(flags: Mapping[str, object], executor: str, cluster: str | None, note: Note) -> Checked:

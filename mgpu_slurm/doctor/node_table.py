@@ -104,6 +104,6 @@ def _reasons(reports: Sequence[NodeReport], width: int) -> list[str]:
 def _last_line(reports: Sequence[NodeReport]) -> str:
     if avoided := exclude(reports):
         return f"--exclude {avoided}"
-    checked = sum(report.seen.facts is not None for report in reports)
+    checked = sum(report.is_checked for report in reports)
     found = ", none of them slow or broken" if checked else ""
     return f"{checked} of {counted(len(reports), 'node')} checked{found}"

@@ -91,10 +91,10 @@ class Slurm:
 
     def cut(self, training: Training, at: int, draw: random.Random) -> bool:
         """What runs there goes on, for a while, and hears nothing."""
-        return self._without_a_node(training, at, draw, self._cluster.cut, self._cluster.mend)
+        return self._without_a_node(training, at, draw, self._cluster.cut, self._cluster.reconnect)
 
     def node_given_up(self, training: Training, at: int, draw: random.Random) -> bool:
-        return self._without_a_node(training, at, draw, self._cluster.node_given_up, self._cluster.mend)
+        return self._without_a_node(training, at, draw, self._cluster.node_given_up, self._cluster.reconnect)
 
     def _without_a_node(
         self,

@@ -1,4 +1,4 @@
-"""Every wrong call or file gets one line that names the value and the mend, the right exit code, and no run folder."""
+"""Every wrong call or file gets one line that names the value and the fix, the right exit code, and no run folder."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class Bad:
 
     words: tuple[str, ...]
     says: tuple[str, ...]
-    """What the one line has to contain: the value, and the mend."""
+    """What the one line has to contain: the value, and the fix."""
     code: int = 2
     files: dict[str, str | bytes] = field(default_factory=dict)
     environ: dict[str, str] = field(default_factory=dict)

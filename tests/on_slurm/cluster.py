@@ -256,7 +256,7 @@ class Cluster:
         if noticed:
             self._tell_down(node)
 
-    def mend(self, node: str) -> None:
+    def reconnect(self, node: str) -> None:
         """A node that was cut or given up is back, and what SLURM had given up there has ended."""
         given_up = "DOWN" in self._node_states()[node]
         if given_up:

@@ -121,7 +121,7 @@ def test_processes_on_a_disconnected_node_continue_and_job_is_requeued(cluster: 
     assert login.call("sinfo", "--noheader", "--nodes=n2", "--partition=main", "--format=%T").stdout.startswith("down")
     last = Path(f"{beat}-n2").read_text()
     wait_until(lambda: Path(f"{beat}-n2").read_text() not in (last, ""))
-    cluster.mend("n2")
+    cluster.reconnect("n2")
     last = Path(f"{beat}-n2").read_text()
     cluster.until_job(job, "PENDING")
     wait_until(lambda: login.starts(job)[:1] == ["NODE_FAIL"])

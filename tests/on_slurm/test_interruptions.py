@@ -565,7 +565,7 @@ def test_job_function_on_a_lost_node_is_not_recorded_as_completed(project: Proje
         cluster.node_given_up("n1")
         cluster.until_job(job, "PENDING")
         wait_until(lambda: standing(run)[0] == "PENDING", pause=LOOK_EVERY)
-        cluster.mend("n1")
+        cluster.reconnect("n1")
         cluster.start_now(job)
         cluster.until_job(job, "RUNNING")
         wait_until((project.folder / "2").exists)

@@ -92,7 +92,7 @@ def has_fewer_sockets_than_a_mesh(facts: RankInfo, place: Path, is_lazy: bool) -
         # sockets of the rendezvous may still be open
         wait_until(lambda: _sockets() < others)
     has_fewer = _sockets() < others
-    # a rank that goes on connects to those that still count
+    # a rank that continues connects to those that still count
     (place / str(facts.rank)).touch()
     wait_until(lambda: len(list(place.iterdir())) == facts.world_size)
     said = torch.tensor([facts.rank])

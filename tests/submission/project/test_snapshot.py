@@ -484,14 +484,14 @@ def test_digest_changes_with_every_difference(project: Path, copy: Copy, change:
 # --- limits ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("in_git", "mend"), [(True, r"to \.gitignore"), (False, "in a git repository")])
+@pytest.mark.parametrize(("in_git", "fix"), [(True, r"to \.gitignore"), (False, "in a git repository")])
 def test_too_large_snapshot_names_the_largest_files_and_is_not_left(
-    project: Path, tmp_path: Path, copy: Copy, in_git: bool, mend: str
+    project: Path, tmp_path: Path, copy: Copy, in_git: bool, fix: str
 ) -> None:
     write(project, {"tiny": "1", "a": "x" * 400_000, "data/b": "x" * 300_000, "c": "x" * 500_000, "d": "x" * 200})
     if in_git:
         repository(project)
-    with pytest.raises(UserError, match=mend) as caught:
+    with pytest.raises(UserError, match=fix) as caught:
         copy(project)
     text = str(caught.value)
     assert "is 1.2 MB; the limit is 1.0 MB" in text
