@@ -15,7 +15,7 @@ import pwd
 import stat
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -28,10 +28,15 @@ _BLOCK = 1 << 16
 """Bytes read at once from the end of a file."""
 
 
-def write_whole(path: Path, content: str | bytes, sync: bool = True) -> None:
+def write_whole(
+    path: Path, content: str | bytes, sync: bool = True, is_wanted: Callable[[], bool] = lambda: True
+) -> None:
     """Write a file atomically.
 
     `sync=False` does not wait for the disk: for files that are rewritten every second and rebuilt when lost.
+
+    Args:
+        is_wanted: called when only the last step is left; if it returns False, the file stays as it is.
     """
     # does not contain the file's name: TensorBoard reads every file with "tfevents" in its name
     descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=".unfinished-")
@@ -43,6 +48,9 @@ def write_whole(path: Path, content: str | bytes, sync: bool = True) -> None:
                 os.fsync(file.fileno())
         # mkstemp creates it with 0600; the folder's group may read its files too
         os.chmod(temporary, 0o640)
+        if not is_wanted():
+            os.unlink(temporary)
+            return
         os.replace(temporary, path)
     except BaseException:
         os.unlink(temporary)
@@ -60,9 +68,9 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def write_json(path: Path, value: Any, sync: bool = True) -> None:
-    """Write the value as JSON, with `sync` as for `write_whole`."""
-    write_whole(path, json.dumps(value, indent=1) + "\n", sync)
+def write_json(path: Path, value: Any, sync: bool = True, is_wanted: Callable[[], bool] = lambda: True) -> None:
+    """Write the value as JSON, with `sync` and `is_wanted` as for `write_whole`."""
+    write_whole(path, json.dumps(value, indent=1) + "\n", sync, is_wanted)
 
 
 def read_json(path: Path) -> Any:

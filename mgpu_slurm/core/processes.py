@@ -58,7 +58,7 @@ def started_at(pid: int) -> int | None:
     Together with the pid it identifies a process: pids are reused, the pair is not.
     """
     fields = _stat(pid)
-    return None if fields is None or fields[0] == "Z" else int(fields[19])
+    return None if fields is None else int(fields[19])
 
 
 def is_alive(pid: int, start: int) -> bool:
@@ -66,13 +66,16 @@ def is_alive(pid: int, start: int) -> bool:
 
 
 def _stat(pid: int) -> list[str] | None:
-    """Return the fields of proc(5)'s stat after the command name: state, parent, ..."""
+    """Return the fields of proc(5)'s stat after the command name: state, parent, ...; None for a dead process."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
         # it has ended, or a site hides the processes of others
         return None
-    return text.rpartition(")")[2].split()
+    fields = text.rpartition(")")[2].split()
+    # a zombie is the first thread: while others are left, files are still open, and written
+    is_dead = fields[0] == "Z" and int(fields[17]) <= 1
+    return None if is_dead else fields
 
 
 def _all_pids() -> list[int]:
@@ -84,7 +87,7 @@ def children() -> dict[int, list[int]]:
     found: dict[int, list[int]] = {}
     for pid in _all_pids():
         fields = _stat(pid)
-        if fields is not None and fields[0] != "Z":
+        if fields is not None:
             found.setdefault(int(fields[1]), []).append(pid)
     return found
 

@@ -80,11 +80,11 @@ class AllocationExecutor(Executor):
                 from mgpu_slurm.executors import held_allocation
 
                 of_run, reason = held_allocation.ending(state.job_id, job.state)
-                return ended_unseen(folder, StateChange(of_run, reason, job.ended))
+                return ended_unseen(folder, state, StateChange(of_run, reason, job.ended))
             if job.reason == slurm_states.UNLISTED.reason:
                 return state.updated(job)
         if supervisors.is_here(state):
-            return ended_unseen(folder, StateChange(states.FAILED, SUPERVISOR_LOST))
+            return ended_unseen(folder, state, StateChange(states.FAILED, SUPERVISOR_LOST))
         return state
 
     def cancel(self, folder: RunFolder, living: Living, look_again: Callable[[], Living]) -> bool:

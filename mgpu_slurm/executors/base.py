@@ -208,15 +208,24 @@ def job_of(state: RunState) -> str:
     return state.job_id
 
 
-def ended_unseen(folder: RunFolder, end: StateChange) -> RunState:
-    """Record and return the end of a run whose job or supervisor did not record it: SLURM forgets jobs."""
-    # the run may have recorded its end between the two reads, or have continued as another job
-    again = records.read_state(folder)
-    if not states.is_alive(again.state) or again.job_id not in (None, end.job_id or again.job_id):
-        return again
+def newer(folder: RunFolder, seen: RunState) -> RunState | None:
+    """Return the recorded state of a run that has ended or started again since it was seen; None if it has not."""
+    now = records.read_state(folder)
+    has_restarted = (
+        now.attempts > seen.attempts or now.supervisor != seen.supervisor or now.job_id not in (None, seen.job_id)
+    )
+    return now if has_restarted or not states.is_alive(now.state) else None
+
+
+def ended_unseen(folder: RunFolder, seen: RunState, end: StateChange) -> RunState:
+    """Record and return the end of a run whose job or supervisor did not record it: SLURM forgets jobs.
+
+    Args:
+        seen: its state when it was found to have ended; it may have started again meanwhile.
+    """
     end = replace(end, ended=end.ended or records.last_sign_of_life(folder))
     # another user's run cannot be changed on disk
     with contextlib.suppress(OSError):
         folder.create_task()
-        records.update_state(folder, sync=True, **end.known())
-    return again.updated(end)
+        records.update_state_if(folder, lambda: newer(folder, seen) is None, **end.known())
+    return newer(folder, seen) or seen.updated(end)

@@ -51,7 +51,7 @@ class LocalExecutor(Executor):
     def current(self, folder: RunFolder, state: RunState, slurm: SlurmView) -> RunState:
         if state.supervisor is None or supervisors.is_supervised(state):
             return state
-        return ended_unseen(folder, StateChange(states.FAILED, SUPERVISOR_LOST))
+        return ended_unseen(folder, state, StateChange(states.FAILED, SUPERVISOR_LOST))
 
     def cancel(self, folder: RunFolder, living: Living, look_again: Callable[[], Living]) -> bool:
         return supervisors.cancel_all(folder, living)

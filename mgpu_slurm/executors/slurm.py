@@ -17,7 +17,18 @@ from mgpu_slurm.core.errors import ClusterError
 from mgpu_slurm.core.files import is_own, name_of_owner
 from mgpu_slurm.core.retry import Note
 from mgpu_slurm.executors import slurm_states
-from mgpu_slurm.executors.base import Asked, Executor, Living, Resolved, Shell, SlurmView, Start, ended_unseen, job_of
+from mgpu_slurm.executors.base import (
+    Asked,
+    Executor,
+    Living,
+    Resolved,
+    Shell,
+    SlurmView,
+    Start,
+    ended_unseen,
+    job_of,
+    newer,
+)
 from mgpu_slurm.request import config as configs
 from mgpu_slurm.request.resources import Resources, resources_from
 from mgpu_slurm.request.spec import Spec
@@ -70,8 +81,8 @@ class SlurmExecutor(Executor):
         is_listed = settled.reason != slurm_states.UNLISTED.reason
         if states.is_alive(now.state) and is_listed:
             return now
-        if (newer := _newer(folder, state)) is not None:
-            return newer
+        if (restarted := newer(folder, state)) is not None:
+            return restarted
         if not is_listed:
             return now
         if settled == slurm_states.DROPPED and records.attempts_started(folder):
@@ -82,7 +93,7 @@ class SlurmExecutor(Executor):
         if now.state == states.FAILED:
             settled = replace(settled, reason=slurm_states.before_the_ranks(folder, state.job_id) or settled.reason)
         # a run that never started has not recorded its job id itself
-        return ended_unseen(folder, replace(settled, job_id=state.job_id))
+        return ended_unseen(folder, state, replace(settled, job_id=state.job_id))
 
     def cancel(self, folder: RunFolder, living: Living, look_again: Callable[[], Living]) -> bool:
         if any(state.job_id is None for _, state in living):
@@ -139,13 +150,6 @@ class _QueuedStart(Start):
         from mgpu_slurm.executors import slurm_queue
 
         return slurm_queue.may_have_arrived(folder.group, self._jobs)
-
-
-def _newer(folder: RunFolder, state: RunState) -> RunState | None:
-    """Return the new state of a run that ended or restarted while SLURM was asked; None if it did not."""
-    again = records.read_state(folder)
-    has_moved = again.job_id not in (None, state.job_id) or again.attempts > state.attempts
-    return again if has_moved or not states.is_alive(again.state) else None
 
 
 def _job_ids(runs: Living) -> set[str]:

@@ -84,6 +84,15 @@ def update_state(folder: RunFolder, *, sync: bool = True, **changes: Any) -> Run
     return state
 
 
+def update_state_if(folder: RunFolder, is_wanted: Callable[[], bool], **changes: Any) -> None:
+    """Update a state whose writer may be back: `is_wanted` is asked right before it is replaced.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    write_json(folder.state, replace(read_state(folder), **changes).to_json(), is_wanted=is_wanted)
+
+
 def settle_state(folder: RunFolder, **changes: Any) -> None:
     """Update the state in a job, waiting for a full disk: nobody would write these values again."""
     retry.for_the_disk(lambda: update_state(folder, **changes), folder.state)

@@ -63,6 +63,27 @@ os.kill(child, signal.SIGKILL)
     assert run(script, before=("unshare", "--mount")).split() == ["None", "False", "True"]
 
 
+def test_process_is_alive_until_its_last_thread_has_ended() -> None:
+    """One that is killed while a thread waits for a disk may still write."""
+    script = """
+import ctypes, threading
+asks, answers = os.pipe()
+child = os.fork()
+if child == 0:
+    os.close(answers)
+    threading.Thread(target=os.read, args=(asks, 1)).start()
+    # SYS_exit ends only this thread, the first one
+    ctypes.CDLL(None).syscall({"x86_64": 60, "aarch64": 93}[os.uname().machine], 0)
+while processes._stat(child)[0] != "Z":
+    pass
+print(processes.is_alive(child, processes.started_at(child)), processes.descendants(parent) == [child])
+os.close(answers)
+os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
+print(processes.started_at(child), processes.descendants(parent))
+"""
+    assert run(script).split() == ["True", "True", "None", "[]"]
+
+
 def test_signal_goes_down_to_the_first_handler_that_is_not_a_shell(tmp_path: Path) -> None:
     """`passes` stands for a launcher that forwards signals to its child itself."""
     script = """

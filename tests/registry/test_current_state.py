@@ -196,6 +196,25 @@ def test_run_whose_allocation_is_unknown_to_slurm_is_cancelled(
     assert current_state.state(folder).state == "CANCELLED"
 
 
+@pytest.mark.parametrize("moment", ["mgpu_slurm.run_folder.records.last_sign_of_life", "os.fsync"])
+def test_end_of_an_attempt_does_not_replace_the_state_of_the_next_one(
+    make_run: Callable[..., RunFolder], monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    """The run starts again after somebody found its supervisor gone, and before that is written."""
+    folder = make_run("restarted", "42")
+    records.update_state(folder, executor="local", attempts=1, host=HERE, supervisor=GONE)
+    alive = [os.getpid(), processes.started_at(os.getpid())]
+
+    def start(*_: object) -> str:
+        records.update_state(folder, sync=False, attempts=2, supervisor=alive)
+        return records.now()
+
+    monkeypatch.setattr(moment, start)
+    found = current_state.state(folder)
+    assert found == records.read_state(folder)
+    assert (found.state, found.attempts, found.ended) == ("RUNNING", 2, None)
+
+
 def test_run_without_a_supervisor_is_lost_even_if_its_allocation_runs(
     make_run: Callable[..., RunFolder], answers: Callable[[str, str], None]
 ) -> None:
