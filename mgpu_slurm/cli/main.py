@@ -46,6 +46,8 @@ def main(arguments: list[str] | None = None) -> NoReturn:
         told = None
         if isinstance(error, click.NoSuchOption) and words[0] in _TAKE_VALUES:
             told = _no_option(error, has_commands=words[0] == "submit")
+        elif isinstance(error, click.MissingParameter) and isinstance(error.param, click.Argument):
+            told = _no_argument(error.param)
         fix = f": see `{context.command_path} --help`" if context else ""
         fail((told or error.format_message().rstrip(".")) + fix, UserError.exit_code)
     except MgpuError as error:
@@ -71,6 +73,11 @@ def _no_option(error: click.NoSuchOption, has_commands: bool) -> str:
     command = ", and a command goes after `--`" if has_commands else ""
     value = f"a config value is {name.replace('-', '_')}=VALUE, without dashes"
     return f"no such option {error.option_name!r}{meant}: {value}{command}"
+
+
+def _no_argument(missing: click.Argument) -> str:
+    metavar = missing.metavar or missing.human_readable_name
+    return f"missing {metavar}{', such as @last' if metavar.startswith('RUN') else ''}"
 
 
 def _split_command(words: list[str]) -> tuple[list[str], tuple[str, ...]]:

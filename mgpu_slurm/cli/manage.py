@@ -107,7 +107,10 @@ def logs(name: str, rank: str | None, tail: int | None, grep: str | None, follow
     if follow:
         follow_run(handle, view)
         return
-    _print_log(handle.files, view, f"run {handle.name}", f"; the run is {handle.state}")
+    state = f"; the run is {handle.state}"
+    if any(path.stat().st_size for path in lookup.launch_logs(handle.files)):
+        state += f"; what its launcher has printed: {program()} logs {handle.name} --launch"
+    _print_log(handle.files, view, f"run {handle.name}", state)
 
 
 def _print_log(folder: RunFolder, view: LogView, whose: str, state: str = "") -> None:
@@ -131,12 +134,10 @@ def _print_texts(texts: Iterable[str]) -> bool:
 
 def _print_warnings(folder: RunFolder, without: Collection[int]) -> None:
     """Print the warnings of other ranks to standard error: standard output stays what the ranks have printed."""
-    from mgpu_slurm.reports.run_summary import rank_warnings, warning_lines
-    from mgpu_slurm.run_folder import records
+    from mgpu_slurm.run_folder import rank_warnings, records
 
-    newest = records.attempts_started(folder)
-    found = [each for each in rank_warnings(folder) if each.rank not in without and each.attempt == newest]
-    for line in warning_lines(found):
+    newest = rank_warnings.of_attempt(folder, records.attempts_started(folder))
+    for line in rank_warnings.lines(each for each in newest if each.rank not in without):
         print(f"-- warning: {line}", file=sys.stderr)
 
 

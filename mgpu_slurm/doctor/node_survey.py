@@ -7,6 +7,7 @@ its own task. Tasks that are there at the same time measure the network between 
 
 from __future__ import annotations
 
+import math
 import shutil
 import tempfile
 import time
@@ -49,6 +50,10 @@ scheduler looks for free nodes every 30 s."""
 
 TURN_EVERY = 10.0
 """Seconds for which a task may wait in the way of others; see `Gate`."""
+
+NEVER_AFTER = 10.0
+"""Seconds after which SLURM's answer that a task can never start is believed: until the scheduler has looked at each
+task of an array, it gives that answer for all of them if it is true of one."""
 
 PARTNER_WITHIN = 20.0
 """Seconds for which a node waits for another one to measure with; its GPUs are idle meanwhile."""
@@ -172,6 +177,8 @@ class Survey:
         self._states: dict[str, RunState] = {}
         self._began: dict[str, float] = {}
         """When each task was first seen to run."""
+        self._never_since: dict[str, float] = {}
+        """Since when SLURM says of a task that it can never start."""
         self._free_since: dict[str, float] = {}
         """When each node last reported something."""
         self._silent: set[str] = set()
@@ -280,8 +287,13 @@ class Survey:
         before = self._states.get(name)
         is_older = before is not None and before.state == states.RUNNING and state.state == states.PENDING
         is_poorer = before is not None and before.state == state.state and not state.reason
-        if not (is_older or is_poorer):
-            self._states[name] = state
+        if is_older or is_poorer:
+            return
+        self._states[name] = state
+        if wait_reasons.NEVER in state.reason:
+            self._never_since.setdefault(name, time.monotonic())
+        else:
+            self._never_since.pop(name, None)
 
     def hear(self, name: str) -> None:
         """Read what a task has written since."""
@@ -320,7 +332,7 @@ class Survey:
     def _is_expected(self, name: str) -> bool:
         """Return whether more may come from a task."""
         state = self._states.get(name)
-        is_hopeless = state is not None and state.reason.startswith(wait_reasons.NEVER)
+        is_hopeless = time.monotonic() > self._never_since.get(name, math.inf) + NEVER_AFTER
         has_ended = state is not None and not states.is_alive(state.state)
         return not (has_ended or is_hopeless or name in self._unpinned or name in self._silent)
 
@@ -357,6 +369,9 @@ class Survey:
             return Seen(now, unchecked=problem)
         if state.state in states.TERMINAL:
             return Seen(now, unchecked=f"its task was {state.state.lower()}")
+        if wait_reasons.NO_NODE in state.reason:
+            # it was tied to this one
+            return Seen(now, unchecked="it lacks what the check asks for, such as GPUs, cores or memory")
         if not now.may_have_room:
             return Seen(now, unchecked=f"busy ({now.state})")
         # a task that is held has not had its turn

@@ -11,6 +11,7 @@ import contextlib
 import getpass
 import os
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -56,7 +57,7 @@ class Site:
 
     @property
     def partitions_with_gpus(self) -> list[str]:
-        return [partition.name for partition in self.partitions if any(partition.gpus_per_node)]
+        return [partition.name for partition in self.partitions if partition.has_gpus]
 
 
 def findings_of_slurm(found: Site) -> Iterator[Finding]:
@@ -128,12 +129,20 @@ def partition_finding(partition: Partition) -> Finding:
 
 
 def _gpus(partition: Partition) -> str:
-    counts = partition.gpus_per_node
-    if not any(counts):
+    """Return the GPUs of its nodes, such as `0, 4 (v100) or 8 (a100) GPUs each`."""
+    if not partition.has_gpus:
         return "no GPUs"
-    if len(counts) == 1:
-        return f"{counted(counts[0], 'GPU')} each"
-    return f"{', '.join(map(str, counts[:-1]))} or {counts[-1]} GPUs each"
+    *others, most = [_number_and_types(gpus) for gpus in partition.gpus]
+    unit = "GPU" if not others and partition.gpus[0].total() == 1 else "GPUs"
+    return f"{', '.join(others)} or {most} {unit} each" if others else f"{most} {unit} each"
+
+
+def _number_and_types(gpus: Counter[str]) -> str:
+    """Return `8 (2 v100, 6 a100)`, or `4` if the site names no types."""
+    types = [name for name in gpus if name]
+    if not types:
+        return str(gpus.total())
+    return f"{gpus.total()} ({types[0] if len(gpus) == 1 else ', '.join(f'{gpus[name]} {name}' for name in types)})"
 
 
 def _time_limit(partition: Partition) -> str:

@@ -163,7 +163,7 @@ def _nodes(text: str) -> Iterable[Node]:
     for match in _NODES.finditer(text):
         cpus = len(commands.nodes_in(f"[{match['cpus']}]"))
         for name in commands.nodes_in(match["nodes"]):
-            yield Node(name, cpus, site.gpus_in(match["gres"]), int(match["memory"]))
+            yield Node(name, cpus, site.gpus_in(match["gres"]).total(), int(match["memory"]))
 
 
 # -- a run's share

@@ -17,7 +17,7 @@ from mgpu_slurm.core.hostlist import ranges
 from mgpu_slurm.registry import dependencies, sweep_state
 from mgpu_slurm.reports import attempts, flight_records, sweep_status, waiting
 from mgpu_slurm.request.spec import Spec, read_spec
-from mgpu_slurm.run_folder import failures, records, states
+from mgpu_slurm.run_folder import failures, rank_warnings, records, states
 from mgpu_slurm.run_folder.failures import Cause
 from mgpu_slurm.run_folder.layout import DAMAGED, RunFolder
 from mgpu_slurm.run_folder.record_types import Failure, RunState
@@ -320,7 +320,9 @@ def _where(found: Why) -> Iterator[str]:
 
 
 def _warned(folder: RunFolder, state: RunState) -> Iterator[str]:
-    """Yield warnings of the newest attempt about problems that do not end it, such as a full disk."""
+    """Yield warnings of the newest attempt about problems that do not end it, such as too few cores or a full disk."""
+    for line in rank_warnings.lines(rank_warnings.of_attempt(folder, state.attempts)):
+        yield f"warning   {line}"
     log = end_of(folder.rank_log(state.attempts, 0))
     said = [line for line in log.splitlines() if line.startswith(log_lines.WARNING)]
     for line in said[-SHOWN_WARNINGS:]:

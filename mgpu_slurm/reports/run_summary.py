@@ -2,33 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
-from dataclasses import dataclass
+from collections.abc import Collection
 from datetime import datetime
 from pathlib import Path
 
-from mgpu_slurm.core.files import read_json, read_jsonl
+from mgpu_slurm.core.files import read_json
 from mgpu_slurm.core.formatting import duration, program, short_path, short_value
-from mgpu_slurm.core.hostlist import compress, ranges
 from mgpu_slurm.reports.diagnosis import problem_of_result, resumed_name
 from mgpu_slurm.reports.sink_lines import sink_lines
 from mgpu_slurm.request.spec import read_spec
-from mgpu_slurm.run_folder import failures, records
+from mgpu_slurm.run_folder import failures, rank_warnings, records
 from mgpu_slurm.run_folder.layout import RunFolder
 from mgpu_slurm.run_folder.record_types import Failure, RunState
 from mgpu_slurm.run_folder.states import CANCELLED, COMPLETED, FAILED, OUT_OF_MEMORY
 
 SHOWN_LINES = 20
-
-
-@dataclass(frozen=True)
-class RankWarning:
-    """A problem that one rank found in its environment at its start, for users who follow another rank."""
-
-    attempt: int
-    rank: int
-    node: str
-    text: str
 
 
 def ending_lines(path: Path, state: RunState, shown_ranks: Collection[int] = ()) -> list[str]:
@@ -41,9 +29,8 @@ def ending_lines(path: Path, state: RunState, shown_ranks: Collection[int] = ())
     failure = records.read_failure(folder) if state.state in (FAILED, OUT_OF_MEMORY) else None
     lines = _first_failure(folder, failure, shown_ranks) if failure else []
     lines.append(_headline(state))
-    # a later attempt with other resources may have no warnings
-    found = [warning for warning in rank_warnings(folder) if warning.attempt == state.attempts]
-    lines += [f"warning   {line}" for line in warning_lines(found)]
+    warned = rank_warnings.of_attempt(folder, state.attempts)
+    lines += [f"warning   {line}" for line in rank_warnings.lines(warned)]
     result = read_json(folder.result) if state.state == COMPLETED else None
     if result is not None:
         numbers = "  ".join(f"{name} {short_value(value)}" for name, value in result["result"].items())
@@ -69,23 +56,6 @@ def ending_lines(path: Path, state: RunState, shown_ranks: Collection[int] = ())
 def curves_lines(group: RunFolder) -> list[str]:
     """Return how to see the curves of a group, if it has any."""
     return [_curves_line(group)] if any(group.path.glob("tasks/*/tensorboard")) else []
-
-
-def rank_warnings(folder: RunFolder) -> list[RankWarning]:
-    """Return the warnings of all ranks and attempts of a run, in no particular order."""
-    found = []
-    for path in folder.logs.glob("*.warnings.jsonl"):
-        attempt = int(path.name.partition("-")[0])
-        found += [RankWarning(attempt, line["rank"], line["node"], line["text"]) for line in read_jsonl(path)]
-    return found
-
-
-def warning_lines(found: Iterable[RankWarning]) -> list[str]:
-    """Return lines such as `rank 3 on n2: ...`, one line for all ranks with the same warning."""
-    by_text: dict[str, list[RankWarning]] = {}
-    for warned in sorted(found, key=lambda warned: (warned.attempt, warned.rank)):
-        by_text.setdefault(warned.text, []).append(warned)
-    return [f"{_who(same)}: {text}" for text, same in by_text.items()]
 
 
 def _resume_line(folder: RunFolder, failure: Failure | None) -> str:
@@ -136,9 +106,3 @@ def _headline(state: RunState) -> str:
     if state.attempts > 1:
         words += f", {state.attempts} attempts"
     return words + (f": {state.reason}" if state.reason else "")
-
-
-def _who(same: list[RankWarning]) -> str:
-    ranks = sorted({warned.rank for warned in same})
-    nodes = list(dict.fromkeys(warned.node for warned in same))
-    return f"rank{'s' if len(ranks) > 1 else ''} {ranges(ranks)} on {compress(nodes)}"

@@ -39,6 +39,13 @@ KILL_AFTER = 5
 _NOT_STARTED = (126, 127)
 _TIMED_OUT = 124
 _WRONG_OPTION = 255
+_NO_SUCH_NODES = (
+    "CPU count per node can not be satisfied",
+    "Invalid generic resource (gres) specification",
+    "Memory specification can not be satisfied",
+    "Requested node configuration is not available",
+)
+"""Refusals of a job that asks for what no nodes have, as in slurm_errno.h."""
 _START = re.compile(r"Job \d+ to start at (?P<at>\S+) .*on (?:nodes )?(?P<nodes>\S+) in partition (?P<partition>\S+)")
 _ANSWER = re.compile(r"\s*(?P<id>[0-9]{1,18})(?:;\S+)?\s*")
 
@@ -118,10 +125,18 @@ def failure(code: int, output: str) -> ClusterError:
         return commands.SlurmUnavailable(f"sbatch was killed by {_signal_name(abs(code) % 128)}")
     request = commands.passing(output)
     if request is None:
-        # a limit is named by the reason of a job that waits for it
-        meaning = limits.named_by(said.rpartition(": ")[2])
-        return ClusterError(f"sbatch refused the job: {said}" + (f": {meaning.words}" if meaning else ""))
+        meaning = _meaning(said.rpartition(": ")[2])
+        return ClusterError(f"sbatch refused the job: {said}" + (f": {meaning}" if meaning else ""))
     return commands.SlurmUnavailable(f"sbatch got no answer: {said}", request)
+
+
+def _meaning(refusal: str) -> str | None:
+    """Return what a refusal means, if its own words do not say it."""
+    if refusal in _NO_SUCH_NODES:
+        return "`sinfo -o '%P %D %c %m %G'` shows what nodes there are"
+    # a limit is named by the reason of a job that waits for it
+    limit = limits.named_by(refusal)
+    return None if limit is None else limit.words
 
 
 def _is_wrong_option(code: int, output: str) -> bool:

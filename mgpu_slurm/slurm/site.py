@@ -46,8 +46,12 @@ class Partition:
     """Seconds that a preempted job gets before KillWait."""
     nodes: Counter[str] = field(default_factory=Counter)
     """Number of nodes in each state."""
-    gpus_per_node: tuple[int, ...] = ()
-    """The numbers of GPUs that its nodes have, ascending."""
+    gpus: tuple[Counter[str], ...] = ()
+    """The GPUs of each kind of its nodes, by type as `gpus_in` returns them; fewest first."""
+
+    @property
+    def has_gpus(self) -> bool:
+        return any(gpus.total() for gpus in self.gpus)
 
     @property
     def usable_nodes(self) -> int:
@@ -187,15 +191,23 @@ def sinfo_command(partition: str | None) -> list[str]:
 
 def parse_sinfo(output: str) -> list[NodeGroup]:
     found = [_GPUS_OF_NODES.fullmatch(line.strip()) for line in output.splitlines()]
-    return [NodeGroup(line["default"] == "*", gpus_in(line["gres"])) for line in found if line is not None]
+    return [NodeGroup(line["default"] == "*", gpus_in(line["gres"]).total()) for line in found if line is not None]
 
 
-def gpus_in(gres: str) -> int:
-    """Return the GPUs in a node's generic resources, such as `gpu:a100:4(S:0-1),nvme:1`."""
+def gpus_in(gres: str) -> Counter[str]:
+    """Return the GPUs in a node's generic resources, such as `gpu:a100:4(S:0-1),nvme:1`, by type.
+
+    The type is an empty string if the site names none.
+    """
+    found: Counter[str] = Counter()
     # text in parentheses may contain commas, and `(null)` means none
-    parts = [part.split(":") for part in re.sub(r"\([^)]*\)", "", gres).split(",")]
-    counts = [commands.number_of(part[-1]) for part in parts if part[0] == "gpu"]
-    return sum(1 if count is None else count for count in counts)
+    for part in re.sub(r"\([^)]*\)", "", gres).split(","):
+        name, *words = part.split(":")
+        if name == "gpu":
+            count = commands.number_of(words[-1]) if words else None
+            types = words if count is None else words[:-1]
+            found[":".join(word for word in types if word != "no_consume")] += 1 if count is None else count
+    return found
 
 
 def gpus_of(groups: Sequence[NodeGroup], partition: str | None) -> int:
@@ -262,24 +274,25 @@ def parse_partitions(output: str, nodes: str) -> list[Partition]:
         nodes: the output of `nodes_command`.
     """
     by_state: dict[str, Counter[str]] = {}
-    gpus: dict[str, set[int]] = {}
+    gpus: dict[str, list[Counter[str]]] = {}
     for line in nodes.splitlines():
         if not re.fullmatch(r"[^|]+\|[0-9]{1,18}\|[^|]+\|[^|]*", line):
             # a site's banner
             continue
         name, count, state, gres = line.split("|")
         by_state.setdefault(name, Counter())[state] += int(count)
-        gpus.setdefault(name, set()).add(gpus_in(gres))
+        if (of_nodes := gpus_in(gres)) not in gpus.setdefault(name, []):
+            gpus[name].append(of_nodes)
     found = []
     for line in output.splitlines():
         pairs = pairs_in(line)
         if "PartitionName" in pairs and pairs.get("RootOnly") != "YES":
             name = pairs["PartitionName"]
-            found.append(_partition(pairs, by_state.get(name, Counter()), tuple(sorted(gpus.get(name, ())))))
+            found.append(_partition(pairs, by_state.get(name, Counter()), gpus.get(name, [])))
     return found
 
 
-def _partition(pairs: dict[str, str], nodes: Counter[str], gpus: tuple[int, ...]) -> Partition:
+def _partition(pairs: dict[str, str], nodes: Counter[str], gpus: Sequence[Counter[str]]) -> Partition:
     return Partition(
         name=pairs["PartitionName"],
         is_default=pairs.get("Default") == "YES",
@@ -290,7 +303,7 @@ def _partition(pairs: dict[str, str], nodes: Counter[str], gpus: tuple[int, ...]
         preempt_mode=pairs.get("PreemptMode", "OFF"),
         grace=commands.number_of(pairs.get("GraceTime", "")) or 0,
         nodes=nodes,
-        gpus_per_node=gpus,
+        gpus=tuple(sorted(gpus, key=lambda of_nodes: (of_nodes.total(), sorted(of_nodes)))),
     )
 
 

@@ -103,9 +103,26 @@ def check_torch(spec: Spec, packages: Mapping[str, str]) -> None:
         packages: versions of the installed distributions; a cluster's `setup` may bring others.
     """
     torch = packages.get("torch")
-    has_own = spec.target.is_command or spec.container is not None or spec.setup
-    if torch is not None and not has_own and interpreter.numbers(torch) < OLDEST_TORCH:
+    if torch is not None and not _has_own_torch(spec) and interpreter.numbers(torch) < OLDEST_TORCH:
         raise UserError(f"torch {torch} is too old: install 2.6 or newer, or use a container (--container)")
+
+
+def notes_on_torch(spec: Spec, packages: Mapping[str, str]) -> list[str]:
+    """Return a human-readable note if the ranks of a job function would leave their GPUs idle.
+
+    Args:
+        packages: as for `check_torch`.
+    """
+    torch = packages.get("torch", "")
+    if not spec.resources.gpus or not torch.endswith("+cpu") or _has_own_torch(spec):
+        return []
+    fix = "install a build for the nodes' GPUs (pytorch.org), or submit with --gpus-per-node 0"
+    return [f"note      torch {torch} computes on the CPU: {fix}"]
+
+
+def _has_own_torch(spec: Spec) -> bool:
+    """Return whether the ranks may have another torch than the submitting process."""
+    return spec.target.is_command or spec.container is not None or bool(spec.setup)
 
 
 def _words(arguments: list[str]) -> list[str]:

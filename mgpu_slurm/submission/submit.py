@@ -278,6 +278,7 @@ def _complete(made: Plan, request: Request, staging: RunFolder, cwd: Path) -> Pl
     if spec.container is not None:
         (staging.package / PACKAGE.name).mkdir(parents=True)
     notes += [f"container {checked.words}"] if checked is not None else []
+    notes += missing.notes_on_torch(made.spec, facts.packages)
     notes += [*missing.notes_on_config(request.values, made.whole_config, made.spec, staging.code)]
     made = replace(made, notes=(*made.notes, *notes))
     if made.spec.kind == "run":

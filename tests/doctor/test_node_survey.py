@@ -53,6 +53,9 @@ def test_task_that_did_not_run_says_nothing_against_its_node(group: RunFolder) -
     held = RunState(state="PENDING", reason="JobHeldUser")
     assert report(group, held) == ("unchecked", "its task did not start in time")
     assert report(group, pending, Node("n1", "allocated")) == ("unchecked", "busy (allocated)")
+    never = RunState(state="PENDING", reason="BadConstraints: it can never start: no node has what it asks for")
+    words = "it lacks what the check asks for, such as GPUs, cores or memory"
+    assert report(group, never, Node("n1", "mixed")) == ("unchecked", words)
 
 
 def test_answer_of_slurm_is_kept_until_something_newer_is_known(group: RunFolder) -> None:

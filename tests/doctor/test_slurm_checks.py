@@ -13,7 +13,7 @@ from mgpu_slurm.doctor.check_results import Finding
 from mgpu_slurm.slurm.pending.limits import Limit
 from mgpu_slurm.slurm.site import Association, Partition, Reservation
 
-MAIN = Partition("main", True, "UP", None, None, None, "OFF", 0, Counter({"idle": 4}), (2,))
+MAIN = Partition("main", True, "UP", None, None, None, "OFF", 0, Counter({"idle": 4}), (Counter({"": 2}),))
 
 
 def seen(finding: Finding) -> tuple[str, str]:
@@ -41,14 +41,20 @@ def test_slurm_version_is_checked_for_support(version: tuple[int, ...], level: s
     [
         (MAIN, "ok", "partition main (default): 4 nodes, 2 GPUs each, no time limit"),
         (
-            replace(MAIN, max_time="1-00:00:00", default_time="01:00:00", max_nodes=8, gpus_per_node=(0, 4, 8)),
+            replace(
+                MAIN,
+                max_time="1-00:00:00",
+                default_time="01:00:00",
+                max_nodes=8,
+                gpus=(Counter(), Counter(v100=4), Counter(v100=2, a100=6)),
+            ),
             "ok",
-            "partition main (default): 4 nodes, 0, 4 or 8 GPUs each, time limit 1-00:00:00 (default 01:00:00),"
-            " at most 8 nodes a job",
+            "partition main (default): 4 nodes, 0, 4 (v100) or 8 (2 v100, 6 a100) GPUs each,"
+            " time limit 1-00:00:00 (default 01:00:00), at most 8 nodes a job",
         ),
         (
             replace(
-                MAIN, is_default=False, nodes=Counter({"idle": 1, "down*": 2}), max_time="60:00", gpus_per_node=(0,)
+                MAIN, is_default=False, nodes=Counter({"idle": 1, "down*": 2}), max_time="60:00", gpus=(Counter(),)
             ),
             "ok",
             "partition main: 3 nodes (2 down*), no GPUs, time limit 60:00 (default the limit)",

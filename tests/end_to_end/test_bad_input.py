@@ -216,7 +216,8 @@ BAD = {
     # the other commands
     "status of an unknown run": call("status nope-1", "'nope-1'", "-m mgpu_slurm status"),
     "logs of an unknown run": call("logs nope-1", "'nope-1'", "-m mgpu_slurm status"),
-    "logs without a run": call("logs", "RUN", "logs --help"),
+    "logs without a run": call("logs", "missing RUN|TRIAL, such as @last", "logs --help"),
+    "best without a study": call("best", "missing STUDY: ", "best --help"),
     "cancel of an unknown run": call("cancel nope-1", "'nope-1'", "-m mgpu_slurm status"),
     "wait for an unknown run": call("wait nope-1", "'nope-1'", "-m mgpu_slurm status"),
     "wait with an invalid timeout": call("wait nope-1 --timeout soon", "'soon'", "wait --help"),

@@ -207,7 +207,7 @@ class TestAfter:
         assert f"{second.name}: cancelled; continue later" in project.call("cancel", second.name).stdout
         assert project.finish(second)["state"] == "CANCELLED"
         assert f"resume {second.name}` submits it again" in project.call("why", second.name).stdout
-        assert "has printed nothing; the run is CANCELLED" in project.call("logs", second.name).stderr
+        assert project.call("logs", second.name).stderr.endswith("has printed nothing; the run is CANCELLED\n")
         project.call("cancel", first.name)
         assert project.finish(first)["state"] == "CANCELLED"
 

@@ -20,7 +20,7 @@ from mgpu_slurm.request.spec import Spec, Target
 from tests.support import wait_until
 
 TASK = """
-import os, random, signal, sys, threading, time
+import os, random, shutil, signal, sys, threading, time
 from pathlib import Path
 from mgpu_slurm.core import processes
 from mgpu_slurm.job import node_process, rank_process
@@ -38,6 +38,13 @@ def run():
 def touch(name):
     Path(f"{{name}}-{{os.environ['SLURM_LOCALID']}}").touch()
 
+def remove_folder():
+    # Python cannot import everything in a folder that is gone
+    while not all(Path(f"imported-{{local_rank}}").exists() for local_rank in (0, 1)):
+        time.sleep(0.01)
+    shutil.rmtree(os.getcwd())
+
+touch("imported")
 stop_signals = frozenset({{signal.SIGTERM, signal.SIGUSR2}})
 rank_process.exit_process(node_process.run(node_process.Task(local_rank, 2, prepare, run, stop_signals)))
 """
@@ -220,7 +227,7 @@ def _blocks(pid: int, signum: int) -> bool:
     [
         ("threading.Thread(target=time.sleep, args=(60,), daemon=True).start()", {}),
         ("raise ValueError", {}),
-        ("os.rmdir(os.getcwd())", {}),
+        ("remove_folder()", {}),
         ("pass", {"CUDA_VISIBLE_DEVICES": "1"}),
     ],
     ids=["another thread", "import that fails", "folder that is gone", "GPU of its own"],

@@ -136,3 +136,13 @@ def test_request_that_no_node_can_serve_is_one_line(slurm_project: Project) -> N
         done = slurm_project.call(*NODES, *words)
         assert (done.returncode, done.stdout, done.stderr) == (code, "", f"mgpu-slurm: {line}\n")
     assert not slurm_project.runs.exists() or list(slurm_project.runs.iterdir()) == []
+
+
+def test_node_that_lacks_what_is_asked_for_is_not_waited_for(slurm_project: Project) -> None:
+    # those of n4 are of this type
+    done = slurm_project.call("doctor", "--nodes", "all", "--json", "--gpus-per-node", "a100:1")
+    found = {node["node"]: node for node in json.loads(done.stdout)["nodes"]}
+    assert found["n4"]["facts"] is not None
+    for name in ("n1", "n2", "n3"):
+        lacks = "it lacks what the check asks for, such as GPUs, cores or memory"
+        assert (found[name]["verdict"], found[name]["why"]) == ("unchecked", [lacks]), done.stderr

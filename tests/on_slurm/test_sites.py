@@ -395,6 +395,7 @@ def test_failed_setup_is_reported_with_its_error(slurm_project: Project) -> None
         r"its batch script failed before the ranks were started: line \d+: load_modules: command not found",
         facts["reason"],
     )
+    assert slurm_project.call("logs", run.name).stderr.endswith(f" logs {run.name} --launch\n")
     assert "load_modules: command not found" in slurm_project.call("logs", run.name, "--launch").stdout
     group = submit(slurm_project, "--seeds", "2", "--", "true", "{seed}")
     assert slurm_project.call("wait", group.name).returncode == 1
@@ -439,7 +440,7 @@ def test_job_that_can_never_start_shows_the_reason(slurm_project: Project, clust
     if cluster.slurm >= "24.11":
         done = slurm_project.call("submit", "--executor", "slurm", *NO_GPUS, "--nodes", "20", "--", "true")
         assert "sbatch refused the job: " in (line := one_line(done, 3))
-        assert line.endswith(": Requested node configuration is not available\n")
+        assert ": Requested node configuration is not available: `sinfo -o " in line
         return
     run = submit(slurm_project, "--nodes", "20", "--", "true")
     wait_until(lambda: slurm_project.json("status", run.name)[0]["reason"] not in ("", "None"))

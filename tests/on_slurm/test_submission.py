@@ -232,7 +232,8 @@ def test_dry_run_check_of_an_impossible_job_gives_the_reason(slurm_project: Proj
     done = slurm_project.call("submit", "--dry-run", "--check", "--nodes", "20", "--", "true")
     assert done.returncode == 3
     assert done.stderr == (
-        "mgpu-slurm: sbatch refused the job: allocation failure: Requested node configuration is not available\n"
+        "mgpu-slurm: sbatch refused the job: allocation failure: Requested node configuration is not available:"
+        " `sinfo -o '%P %D %c %m %G'` shows what nodes there are\n"
     )
     assert "#SBATCH --nodes=20" in done.stdout
 

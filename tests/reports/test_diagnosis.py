@@ -376,9 +376,11 @@ OUTLIVES_A_WARNING = """
 
 def test_warning_of_a_completed_run_is_reported(project: Project) -> None:
     project.write("train.py", OUTLIVES_A_WARNING)
-    folder, _ = project.run("train.py")
+    folder, _ = project.run("train.py", "--cpus-per-task", "999")
+    cores = len(os.sched_getaffinity(0))
     assert project.call("why", folder.name).stdout.splitlines()[1:] == [
         "it completed, with warnings",
+        f"warning   rank 0 on local1: requested 999 cores per rank, but this rank may use {cores}",
         "warning   rank 0 could not write the checkpoint of step 4: no space",
     ]
 

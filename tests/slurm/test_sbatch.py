@@ -95,6 +95,13 @@ def test_any_other_failure_is_a_refusal(code: int, output: str) -> None:
     assert "\n" not in str(problem)
 
 
+def test_refusal_of_what_no_nodes_have_says_how_to_list_them() -> None:
+    said = FAILED + "Memory specification can not be satisfied"
+    assert str(failure(1, said)) == (
+        f"sbatch refused the job: {said}: `sinfo -o '%P %D %c %m %G'` shows what nodes there are"
+    )
+
+
 def test_user_comment_is_kept() -> None:
     asked = Resources(sbatch={"comment": "project 7"})
     assert sbatch.comment(Spec("digits", Target(command=("true",)), "slurm", asked), "mgpu-1") == "project 7 mgpu-1"

@@ -46,7 +46,7 @@ def test_partitions_are_parsed_with_limits_and_nodes() -> None:
             preempt_mode="REQUEUE",
             grace=0,
             nodes=Counter({"idle": 2, "down*": 1, "drained": 1}),
-            gpus_per_node=(2,),
+            gpus=(Counter({"": 2}),),
         ),
         Partition(
             name="gpu",
@@ -58,7 +58,7 @@ def test_partitions_are_parsed_with_limits_and_nodes() -> None:
             preempt_mode="OFF",
             grace=120,
             nodes=Counter({"mixed": 3, "idle~": 1}),
-            gpus_per_node=(0, 4),
+            gpus=(Counter(), Counter(a100=4)),
         ),
     ]
 
@@ -114,22 +114,24 @@ def test_requeue_permission_is_parsed(output: str, may: bool | None) -> None:
 
 
 @pytest.mark.parametrize(
-    ("gres", "count"),
+    ("gres", "gpus"),
     [
-        ("(null)", 0),
-        ("", 0),
-        ("gpu:4", 4),
-        ("gpu", 1),
-        ("gpu:a100:4(S:0-1)", 4),
-        ("gpu:a100:4(S:0,2-3),nvme:1", 4),
-        ("gpu:v100:2(S:0),gpu:a100:6(S:1)", 8),
-        ("nvme:2,mps:400,shard:gpu:16", 0),
-        ("gpu:1g.10gb:7", 7),
-        ("gpu:no_consume:2", 2),
+        ("(null)", {}),
+        ("", {}),
+        ("gpu:4", {"": 4}),
+        ("gpu", {"": 1}),
+        ("gpu:a100", {"a100": 1}),
+        ("gpu:a100:4(S:0-1)", {"a100": 4}),
+        ("gpu:a100:4(S:0,2-3),nvme:1", {"a100": 4}),
+        ("gpu:v100:2(S:0),gpu:a100:6(S:1)", {"v100": 2, "a100": 6}),
+        ("gpu:a100:2(S:0),gpu:a100:2(S:1)", {"a100": 4}),
+        ("nvme:2,mps:400,shard:gpu:16", {}),
+        ("gpu:1g.10gb:7", {"1g.10gb": 7}),
+        ("gpu:no_consume:2", {"": 2}),
     ],
 )
-def test_gpus_are_counted_in_generic_resources(gres: str, count: int) -> None:
-    assert site.gpus_in(gres) == count
+def test_gpus_are_counted_in_generic_resources_by_type(gres: str, gpus: dict[str, int]) -> None:
+    assert site.gpus_in(gres) == gpus
 
 
 def test_sinfo_command() -> None:

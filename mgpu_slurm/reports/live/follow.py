@@ -15,10 +15,10 @@ from mgpu_slurm.registry.sweep_state import summary_of
 from mgpu_slurm.registry.watch import Watch
 from mgpu_slurm.reports.live import progress_line
 from mgpu_slurm.reports.live.log_view import LogView, end_of_lines, last_lines
-from mgpu_slurm.reports.run_summary import RankWarning, rank_warnings, warning_lines
 from mgpu_slurm.reports.sweep_status import ended_here, new_lines
-from mgpu_slurm.run_folder import records, states
+from mgpu_slurm.run_folder import rank_warnings, records, states
 from mgpu_slurm.run_folder.layout import RunFolder
+from mgpu_slurm.run_folder.rank_warnings import RankWarning
 from mgpu_slurm.run_folder.record_types import Event, RunState
 
 PAUSE = 0.1
@@ -104,9 +104,9 @@ class _Shown:
         if look_at_warnings or time.monotonic() >= self._next_look:
             self._next_look = time.monotonic() + LISTING_PAUSE
             # the log of a followed rank contains its own warnings
-            of_others = {warned for warned in rank_warnings(self._folder) if warned.rank not in self._lines}
+            of_others = {warned for warned in rank_warnings.of_run(self._folder) if warned.rank not in self._lines}
             new = {warned for warned in of_others - self._warnings if self._after_attempt < warned.attempt <= up_to}
-            yield from (f"-- warning: {line}\n" for line in warning_lines(new))
+            yield from (f"-- warning: {line}\n" for line in rank_warnings.lines(new))
             self._warnings |= new
 
     def end(self) -> Iterator[str]:

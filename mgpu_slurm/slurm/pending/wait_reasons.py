@@ -11,6 +11,7 @@ FEWER = "cancel it, and `resume` it with less"
 OTHER_QOS = "cancel it, and `resume` it with another --qos or --account"
 RELEASE = "`scontrol release {job}` lets it start"
 NEVER = "it can never start: "
+NO_NODE = f"{NEVER}no node has what it asks for"
 WAIT = "nothing to fix: it starts by itself"
 MAINTENANCE = "reserved for maintenance"
 
@@ -44,7 +45,7 @@ _EXPLANATIONS = {
     "PartitionTimeLimit": Explanation(f"{NEVER}it asks for more time than the partition allows", FEWER),
     "PartitionDown": Explanation("its partition is down", "wait, or use another one with --partition"),
     "PartitionInactive": Explanation("its partition starts no jobs at present", "wait, or use another --partition"),
-    "BadConstraints": Explanation(f"{NEVER}no node has what it asks for", FEWER),
+    "BadConstraints": Explanation(NO_NODE, FEWER),
     "MaxMemPerLimit": Explanation(f"{NEVER}it asks for more memory than the site allows a core or node", FEWER),
     "AccountNotAllowed": Explanation(f"{NEVER}its partition does not accept its account", OTHER_QOS),
     "QOSNotAllowed": Explanation(f"{NEVER}its account or partition does not accept its QOS", OTHER_QOS),
