@@ -75,9 +75,13 @@ def _no_option(error: click.NoSuchOption, has_commands: bool) -> str:
     return f"no such option {error.option_name!r}{meant}: {value}{command}"
 
 
-def _no_argument(missing: click.Argument) -> str:
-    metavar = missing.metavar or missing.human_readable_name
-    return f"missing {metavar}{', such as @last' if metavar.startswith('RUN') else ''}"
+def _no_argument(missing: click.Argument) -> str | None:
+    """Return what is missing, with an example; None for one of a few choices, which click lists itself."""
+    if isinstance(missing.type, click.Choice):
+        return None
+    # without what may follow it
+    name = missing.human_readable_name.partition(" ")[0]
+    return f"missing {name}{', such as @last' if name.startswith('RUN') else ''}"
 
 
 def _split_command(words: list[str]) -> tuple[list[str], tuple[str, ...]]:

@@ -107,20 +107,22 @@ def logs(name: str, rank: str | None, tail: int | None, grep: str | None, follow
     if follow:
         follow_run(handle, view)
         return
-    state = f"; the run is {handle.state}"
-    if any(path.stat().st_size for path in lookup.launch_logs(handle.files)):
-        state += f"; what its launcher has printed: {program()} logs {handle.name} --launch"
-    _print_log(handle.files, view, f"run {handle.name}", state)
+    has_printed = _print_log(handle.files, view, f"run {handle.name}", f"; the run is {handle.state}")
+    if not has_printed and grep is None and any(path.stat().st_size for path in lookup.launch_logs(handle.files)):
+        print_note(f"its launcher has printed something: {program()} logs {handle.name} --launch")
 
 
-def _print_log(folder: RunFolder, view: LogView, whose: str, state: str = "") -> None:
+def _print_log(folder: RunFolder, view: LogView, whose: str, state: str = "") -> bool:
+    """Print the logs of ranks and their warnings; return whether the ranks have printed anything."""
     from mgpu_slurm.reports.live import log_view
 
-    if not _print_texts(log_view.shown(folder, view)) and view.tail != 0:
+    has_printed = _print_texts(log_view.shown(folder, view)) or view.tail == 0
+    if not has_printed:
         what = "nothing" if view.pattern is None else f"no line that matches {view.pattern.pattern!r}"
         who, verb = (f"rank {view.ranks[0]}", "has") if len(view.ranks) == 1 else (f"{len(view.ranks)} ranks", "have")
         print_note(f"{who} of {whose} {verb} printed {what}{state}")
     _print_warnings(folder, without=view.ranks)
+    return has_printed
 
 
 def _print_texts(texts: Iterable[str]) -> bool:

@@ -53,7 +53,7 @@ def write_whole(
             return
         os.replace(temporary, path)
     except BaseException:
-        os.unlink(temporary)
+        Path(temporary).unlink(missing_ok=True)
         raise
     if sync:
         sync_folder(path.parent)

@@ -17,7 +17,7 @@ import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from mgpu_slurm.core import cgroups
+from mgpu_slurm.core import cgroups, log_lines
 
 RUN_VARIABLE = "MGPU_RUN_FOLDER"
 """Set in every process of a run, so that one which left the process tree is still found."""
@@ -83,7 +83,7 @@ def _all_pids() -> list[int]:
 
 
 def children() -> dict[int, list[int]]:
-    """Return the living children of each process that has any, without zombies."""
+    """Return the living children of each process that has any."""
     found: dict[int, list[int]] = {}
     for pid in _all_pids():
         fields = _stat(pid)
@@ -173,7 +173,7 @@ class SignalWitness:
 
 
 def descendants(ancestor: int) -> list[int]:
-    """Return the living processes below `ancestor`, without zombies."""
+    """Return the living processes below `ancestor`."""
     below_each = children()
     found: list[int] = []
     frontier = [ancestor]
@@ -197,10 +197,25 @@ def with_variable(variable: str, folder: str) -> list[int]:
     needle = f"{variable}={folder}".encode()
     found = []
     for pid in _all_pids():
+        # it may have ended, or be another user's
         with contextlib.suppress(OSError):
-            if needle in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+            if needle in _environment_of(pid).split(b"\0"):
                 found.append(pid)
     return found
+
+
+def _environment_of(pid: int) -> bytes:
+    """Return the environment with which a process has started; that of a zombie from a thread that is left."""
+    # depending on the kernel, that of the zombie itself is empty or an error
+    with contextlib.suppress(ProcessLookupError):
+        if text := Path(f"/proc/{pid}/environ").read_bytes():
+            return text
+    others = (name for name in os.listdir(f"/proc/{pid}/task") if name != str(pid))
+    return next(filter(None, (Path(f"/proc/{pid}/task/{name}/environ").read_bytes() for name in others)), b"")
+
+
+ENDS_WITHIN = 30.0
+"""Seconds after which a warning names killed processes that have not ended: only the kernel can end them."""
 
 
 def end_all(run_folder: str, keep: set[int]) -> None:
@@ -208,11 +223,16 @@ def end_all(run_folder: str, keep: set[int]) -> None:
 
     Does not reap children: their parent needs the exit codes.
     """
+    warns_at = time.monotonic() + ENDS_WITHIN
     while True:
         rest = (set(descendants(os.getpid())) | set(with_variable(RUN_VARIABLE, run_folder))) - keep - {os.getpid()}
         rest = {pid for pid in rest if started_at(pid) is not None}
         if not rest:
             return
+        if time.monotonic() > warns_at:
+            warns_at = math.inf
+            pids = ", ".join(map(str, sorted(rest)))
+            log_lines.warn(f"processes {pids} were killed and have not ended: a driver or file system holds them")
         for pid in rest:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)

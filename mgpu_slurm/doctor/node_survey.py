@@ -7,7 +7,6 @@ its own task. Tasks that are there at the same time measure the network between 
 
 from __future__ import annotations
 
-import math
 import shutil
 import tempfile
 import time
@@ -52,8 +51,8 @@ TURN_EVERY = 10.0
 """Seconds for which a task may wait in the way of others; see `Gate`."""
 
 NEVER_AFTER = 10.0
-"""Seconds after which SLURM's answer that a task can never start is believed: until the scheduler has looked at each
-task of an array, it gives that answer for all of them if it is true of one."""
+"""Seconds after which SLURM's answer that a task can never start is believed if it is given again: until the scheduler
+has looked at each task of an array, it gives that answer for all of them if it is true of one."""
 
 PARTNER_WITHIN = 20.0
 """Seconds for which a node waits for another one to measure with; its GPUs are idle meanwhile."""
@@ -179,6 +178,8 @@ class Survey:
         """When each task was first seen to run."""
         self._never_since: dict[str, float] = {}
         """Since when SLURM says of a task that it can never start."""
+        self._hopeless: dict[str, str] = {}
+        """Why a task can never start, if SLURM has said so again later."""
         self._free_since: dict[str, float] = {}
         """When each node last reported something."""
         self._silent: set[str] = set()
@@ -291,9 +292,11 @@ class Survey:
             return
         self._states[name] = state
         if wait_reasons.NEVER in state.reason:
-            self._never_since.setdefault(name, time.monotonic())
-        else:
+            if time.monotonic() >= self._never_since.setdefault(name, time.monotonic()) + NEVER_AFTER:
+                self._hopeless[name] = state.reason
+        elif state.reason != HELD:
             self._never_since.pop(name, None)
+            self._hopeless.pop(name, None)
 
     def hear(self, name: str) -> None:
         """Read what a task has written since."""
@@ -332,9 +335,8 @@ class Survey:
     def _is_expected(self, name: str) -> bool:
         """Return whether more may come from a task."""
         state = self._states.get(name)
-        is_hopeless = time.monotonic() > self._never_since.get(name, math.inf) + NEVER_AFTER
         has_ended = state is not None and not states.is_alive(state.state)
-        return not (has_ended or is_hopeless or name in self._unpinned or name in self._silent)
+        return not (has_ended or name in {*self._hopeless, *self._unpinned, *self._silent})
 
     def _news(self) -> object:
         return [state.state for state in self._states.values()], dict(self._lines)
@@ -369,7 +371,7 @@ class Survey:
             return Seen(now, unchecked=problem)
         if state.state in states.TERMINAL:
             return Seen(now, unchecked=f"its task was {state.state.lower()}")
-        if wait_reasons.NO_NODE in state.reason:
+        if wait_reasons.NO_NODE in self._hopeless.get(name, ""):
             # it was tied to this one
             return Seen(now, unchecked="it lacks what the check asks for, such as GPUs, cores or memory")
         if not now.may_have_room:

@@ -132,17 +132,20 @@ def _gpus(partition: Partition) -> str:
     """Return the GPUs of its nodes, such as `0, 4 (v100) or 8 (a100) GPUs each`."""
     if not partition.has_gpus:
         return "no GPUs"
-    *others, most = [_number_and_types(gpus) for gpus in partition.gpus]
-    unit = "GPU" if not others and partition.gpus[0].total() == 1 else "GPUs"
-    return f"{', '.join(others)} or {most} {unit} each" if others else f"{most} {unit} each"
+    has_types = any(name for gpus in partition.gpus for name in gpus)
+    *others, most = [f"{gpus.total()}{_types(gpus) if has_types else ''}" for gpus in partition.gpus]
+    if others:
+        return f"{', '.join(others)} or {most} GPUs each"
+    (gpus,) = partition.gpus
+    return f"{counted(gpus.total(), 'GPU')}{_types(gpus) if has_types else ''} each"
 
 
-def _number_and_types(gpus: Counter[str]) -> str:
-    """Return `8 (2 v100, 6 a100)`, or `4` if the site names no types."""
-    types = [name for name in gpus if name]
-    if not types:
-        return str(gpus.total())
-    return f"{gpus.total()} ({types[0] if len(gpus) == 1 else ', '.join(f'{gpus[name]} {name}' for name in types)})"
+def _types(gpus: Counter[str]) -> str:
+    """Return ` (2 v100, 6 a100)`, ` (a100)` if all are the same, or nothing without GPUs."""
+    names = [name or "no type" for name in gpus]
+    if len(names) > 1:
+        names = [f"{count} {name or 'of no type'}" for name, count in gpus.items()]
+    return f" ({', '.join(names)})" if names else ""
 
 
 def _time_limit(partition: Partition) -> str:

@@ -212,7 +212,11 @@ def newer(folder: RunFolder, seen: RunState) -> RunState | None:
     """Return the recorded state of a run that has ended or started again since it was seen; None if it has not."""
     now = records.read_state(folder)
     has_restarted = (
-        now.attempts > seen.attempts or now.supervisor != seen.supervisor or now.job_id not in (None, seen.job_id)
+        now.attempts > seen.attempts
+        # it was resumed
+        or now.submitted != seen.submitted
+        or now.supervisor != seen.supervisor
+        or now.job_id not in (None, seen.job_id)
     )
     return now if has_restarted or not states.is_alive(now.state) else None
 

@@ -81,8 +81,8 @@ class SlurmExecutor(Executor):
         is_listed = settled.reason != slurm_states.UNLISTED.reason
         if states.is_alive(now.state) and is_listed:
             return now
-        if (restarted := newer(folder, state)) is not None:
-            return restarted
+        if (recorded := newer(folder, state)) is not None:
+            return recorded
         if not is_listed:
             return now
         if settled == slurm_states.DROPPED and records.attempts_started(folder):

@@ -272,7 +272,8 @@ def lines(folder: RunFolder, state: RunState) -> Iterator[str]:
     yield from _history(folder, _waits(state, found))
     if found is None:
         at = time_of(state.submitted)
-        warned = [*_warned(folder, state)]
+        # not those of an attempt that is over
+        warned = [] if _waits(state, found) else [*_warned(folder, state)]
         if state.state == states.COMPLETED:
             yield _of_the_result(folder) or ("it completed, with warnings" if warned else "no problems: it completed")
         elif state.attempts:

@@ -1,8 +1,8 @@
 """A run's live state and its history on disk: `state.json` and `attempts.jsonl`.
 
 `state.json` has one writer at a time: the submission, then the batch step or local supervisor, then rank 0 while the
-ranks live, then the batch step or supervisor again. A run of a group gets one when it starts; before that, its group's
-state applies.
+ranks live, then the batch step or supervisor again. Whoever finds that all of them are gone may write the end. A run of
+a group gets one when it starts; before that, its group's state applies.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def update_state(folder: RunFolder, *, sync: bool = True, **changes: Any) -> Run
 
 
 def update_state_if(folder: RunFolder, is_wanted: Callable[[], bool], **changes: Any) -> None:
-    """Update a state whose writer may be back: `is_wanted` is asked right before it is replaced.
+    """Update the state of a run that may start again at any moment: `is_wanted` is called right before it is replaced.
 
     Raises:
         OSError: it cannot be written.

@@ -45,7 +45,7 @@ _NO_SUCH_NODES = (
     "Memory specification can not be satisfied",
     "Requested node configuration is not available",
 )
-"""Refusals of a job that asks for what no nodes have, as in slurm_errno.h."""
+"""Refusals of a job that asks for what no nodes have, in the words of slurm_errno.c."""
 _START = re.compile(r"Job \d+ to start at (?P<at>\S+) .*on (?:nodes )?(?P<nodes>\S+) in partition (?P<partition>\S+)")
 _ANSWER = re.compile(r"\s*(?P<id>[0-9]{1,18})(?:;\S+)?\s*")
 
@@ -131,7 +131,7 @@ def failure(code: int, output: str) -> ClusterError:
 
 
 def _meaning(refusal: str) -> str | None:
-    """Return what a refusal means, if its own words do not say it."""
+    """Return what a refusal means or what helps; None if its own words say it."""
     if refusal in _NO_SUCH_NODES:
         return "`sinfo -o '%P %D %c %m %G'` shows what nodes there are"
     # a limit is named by the reason of a job that waits for it

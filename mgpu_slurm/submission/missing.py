@@ -114,7 +114,7 @@ def notes_on_torch(spec: Spec, packages: Mapping[str, str]) -> list[str]:
         packages: as for `check_torch`.
     """
     torch = packages.get("torch", "")
-    if not spec.resources.gpus or not torch.endswith("+cpu") or _has_own_torch(spec):
+    if not spec.resources.gpus or "+cpu" not in torch or _has_own_torch(spec):
         return []
     fix = "install a build for the nodes' GPUs (pytorch.org), or submit with --gpus-per-node 0"
     return [f"note      torch {torch} computes on the CPU: {fix}"]
@@ -122,7 +122,7 @@ def notes_on_torch(spec: Spec, packages: Mapping[str, str]) -> list[str]:
 
 def _has_own_torch(spec: Spec) -> bool:
     """Return whether the ranks may have another torch than the submitting process."""
-    return spec.target.is_command or spec.container is not None or bool(spec.setup)
+    return spec.target.is_command or _may_come_from_setup(spec)
 
 
 def _words(arguments: list[str]) -> list[str]:

@@ -77,11 +77,28 @@ if child == 0:
 while processes._stat(child)[0] != "Z":
     pass
 print(processes.is_alive(child, processes.started_at(child)), processes.descendants(parent) == [child])
+print({parent, child} <= {*processes.with_variable("MARK", "here")})
 os.close(answers)
 os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
 print(processes.started_at(child), processes.descendants(parent))
 """
-    assert run(script).split() == ["True", "True", "None", "[]"]
+    assert run(script, before=("env", "MARK=here")).split() == ["True", "True", "True", "None", "[]"]
+
+
+def test_killed_process_that_does_not_end_is_named(tmp_path: Path) -> None:
+    script = """
+processes.ENDS_WITHIN = 0.0
+child = os.fork()
+if child == 0:
+    signal.pause()
+print(child)
+processes.end_all(sys.argv[1], keep=set())
+"""
+    child, told = run(script, str(tmp_path)).splitlines()
+    assert (
+        told
+        == f"mgpu_slurm: WARNING: processes {child} were killed and have not ended: a driver or file system holds them"
+    )
 
 
 def test_signal_goes_down_to_the_first_handler_that_is_not_a_shell(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import pytest
 
 from mgpu_slurm.core.files import append_jsonl
 from mgpu_slurm.core.retry import quiet
+from mgpu_slurm.doctor import node_survey
 from mgpu_slurm.doctor.node_survey import Survey
 from mgpu_slurm.run_folder.layout import RunFolder
 from mgpu_slurm.run_folder.record_types import RunState
@@ -53,9 +54,22 @@ def test_task_that_did_not_run_says_nothing_against_its_node(group: RunFolder) -
     held = RunState(state="PENDING", reason="JobHeldUser")
     assert report(group, held) == ("unchecked", "its task did not start in time")
     assert report(group, pending, Node("n1", "allocated")) == ("unchecked", "busy (allocated)")
-    never = RunState(state="PENDING", reason="BadConstraints: it can never start: no node has what it asks for")
-    words = "it lacks what the check asks for, such as GPUs, cores or memory"
-    assert report(group, never, Node("n1", "mixed")) == ("unchecked", words)
+
+
+def test_answer_that_a_task_can_never_start_is_believed_if_it_is_given_again(
+    group: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reason = "BadConstraints: it can never start: no node has what it asks for"
+    never, held = (RunState(state="PENDING", reason=each) for each in (reason, "JobHeldUser"))
+    survey = Survey(group, [IDLE], None, quiet)
+    survey.see("n1", never)
+    assert survey.reports([IDLE], [])[0].why == (f"its task did not start in time ({reason})",)
+    monkeypatch.setattr(node_survey, "NEVER_AFTER", 0.0)
+    for state in (held, never, held):
+        survey.see("n1", state)
+    assert survey.reports([IDLE], [])[0].why == ("it lacks what the check asks for, such as GPUs, cores or memory",)
+    survey.see("n1", RunState(state="PENDING", reason="Resources"))
+    assert survey.reports([IDLE], [])[0].why == ("its task did not start in time (Resources)",)
 
 
 def test_answer_of_slurm_is_kept_until_something_newer_is_known(group: RunFolder) -> None:

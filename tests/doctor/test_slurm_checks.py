@@ -60,6 +60,16 @@ def test_slurm_version_is_checked_for_support(version: tuple[int, ...], level: s
             "partition main: 3 nodes (2 down*), no GPUs, time limit 60:00 (default the limit)",
         ),
         (
+            replace(MAIN, gpus=(Counter({"": 2}), Counter(a100=2))),
+            "ok",
+            "partition main (default): 4 nodes, 2 (no type) or 2 (a100) GPUs each, no time limit",
+        ),
+        (
+            replace(MAIN, gpus=(Counter(a100=1),)),
+            "ok",
+            "partition main (default): 4 nodes, 1 GPU (a100) each, no time limit",
+        ),
+        (
             replace(MAIN, state="INACTIVE"),
             "warning",
             "partition main (default): 4 nodes, 2 GPUs each, no time limit: it is INACTIVE",
@@ -75,7 +85,16 @@ def test_slurm_version_is_checked_for_support(version: tuple[int, ...], level: s
             "partition main: 1 node (1 drained), 2 GPUs each, no time limit: none of its nodes is usable",
         ),
     ],
-    ids=["plain", "limits", "some down", "inactive", "default without usable nodes", "other without usable nodes"],
+    ids=[
+        "plain",
+        "limits",
+        "some down",
+        "some of a type",
+        "one",
+        "inactive",
+        "default without usable nodes",
+        "other without usable nodes",
+    ],
 )
 def test_partition_is_described_with_limits_and_unusable_nodes(partition: Partition, level: str, words: str) -> None:
     assert seen(slurm_checks.partition_finding(partition)) == (level, words)

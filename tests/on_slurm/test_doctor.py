@@ -48,8 +48,8 @@ def test_healthy_cluster_is_described_and_measured(slurm_project: Project, clust
     assert level == "ok"
     assert re.fullmatch(rf"SLURM {cluster.slurm}\.\d+: supported; ranks get their cores by SRUN_CPUS_PER_TASK", version)
     assert texts(told["partitions"]) == [
-        ("ok", "partition main (default): 4 nodes, 2 or 2 (a100) GPUs each, no time limit"),
-        ("ok", "partition high: 4 nodes, 2 or 2 (a100) GPUs each, no time limit"),
+        ("ok", "partition main (default): 4 nodes, 2 (no type) or 2 (a100) GPUs each, no time limit"),
+        ("ok", "partition high: 4 nodes, 2 (no type) or 2 (a100) GPUs each, no time limit"),
     ]
     # as the testbed sets it
     assert texts(told["kill wait"])[0][0] == "warning"
@@ -88,7 +88,7 @@ def test_problems_of_a_cluster_are_reported(cluster: Cluster, slurm_project: Pro
     assert code == 1
     assert texts(told["partitions"])[0] == (
         "ok",
-        "partition main (default): 4 nodes (1 drained), 2 or 2 (a100) GPUs each, no time limit",
+        "partition main (default): 4 nodes (1 drained), 2 (no type) or 2 (a100) GPUs each, no time limit",
     )
     assert told["accounting"][0]["level"] == "warning"
     assert told["accounting"][0]["text"].startswith(

@@ -215,6 +215,19 @@ def test_end_of_an_attempt_does_not_replace_the_state_of_the_next_one(
     assert (found.state, found.attempts, found.ended) == ("RUNNING", 2, None)
 
 
+def test_answer_of_slurm_about_the_last_job_does_not_end_a_run_that_was_resumed_meanwhile(
+    make_run: Callable[..., RunFolder], answers: Callable[[str, str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = make_run("resumed", "42")
+    answers("squeue", "42|TIMEOUT|N/A|0|2024-05-01T12:00:00|2024-05-01T12:05:00||None|\n")
+
+    def resume(_: object) -> None:
+        records.update_state(folder, sync=False, state="PENDING", job_id=None, submitted="2026-12-01T12:00:00+00:00")
+
+    monkeypatch.setattr("os.fsync", resume)
+    assert current_state.state(folder).state == records.read_state(folder).state == "PENDING"
+
+
 def test_run_without_a_supervisor_is_lost_even_if_its_allocation_runs(
     make_run: Callable[..., RunFolder], answers: Callable[[str, str], None]
 ) -> None:
