@@ -219,7 +219,8 @@ def test_banners_and_shell_noise_are_ignored(slurm_project: Project, tmp_path: P
     assert [facts["state"] for facts in slurm_project.json("status", group.name)] == ["CANCELLED"] * 2
     done = slurm_project.call("submit", *NO_GPUS, "--mem", "900G", "--", "true")
     assert one_line(done, 3) == (
-        "mgpu-slurm: sbatch refused the job: sbatch: error: Memory specification can not be satisfied\n"
+        "mgpu-slurm: sbatch refused the job: sbatch: error: Memory specification can not be satisfied:"
+        " `sinfo -o '%P %D %c %m %G'` shows what nodes there are\n"
     )
 
 
