@@ -339,7 +339,8 @@ def test_cluster_file_sets_sbatch_options_setup_and_environment(slurm_project: P
     said = [log(run, rank).splitlines()[-1] for rank in range(4)]
     assert said == ["0,1 hello   world 3 $GREETING 2"] * 4
 
-    job = cluster.job(facts["job_id"])
+    # until then, nodes that are done with it are not counted
+    job = cluster.until_job(facts["job_id"], "COMPLETED")
     assert {name: job[name] for name in ("JobName", "Partition", "NumNodes", "NumTasks", "CPUs/Task")} == {
         "JobName": run.name,
         "Partition": "high",
