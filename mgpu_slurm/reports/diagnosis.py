@@ -269,11 +269,12 @@ def lines(folder: RunFolder, state: RunState) -> Iterator[str]:
     """Yield the human-readable diagnosis."""
     found = why(folder, state)
     yield f"{state.state}  {state.run}" + (f": {state.reason}" if state.reason else "")
-    yield from _history(folder, _waits(state, found))
+    waits = _waits(state, found)
+    yield from _history(folder, waits)
     if found is None:
         at = time_of(state.submitted)
         # not those of an attempt that is over
-        warned = [] if _waits(state, found) else [*_warned(folder, state)]
+        warned = [] if waits else [*_warned(folder, state)]
         if state.state == states.COMPLETED:
             yield _of_the_result(folder) or ("it completed, with warnings" if warned else "no problems: it completed")
         elif state.attempts:
