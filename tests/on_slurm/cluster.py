@@ -13,6 +13,7 @@ started up to a second after its submission, and sacct hears of it up to five se
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -213,7 +214,10 @@ class Cluster:
 
         def requeued() -> bool:
             facts = self.job(job_id)
-            return facts.get("Restarts", "0") != "0" and facts["JobState"] != "COMPLETING"
+            if facts.get("Restarts", "0") == "0" or facts["JobState"] == "COMPLETING":
+                return False
+            # SLURM 24.11 does not wait for its own step of the last start, whose end may take the new one's with it
+            return facts["JobState"] != "PENDING" or not self._is_on_nodes(facts["JobId"])
 
         until(f"job {job_id} is requeued", requeued)
         # Nodes refuse a credential from the second in which the last one was revoked, and the job would fail.
@@ -224,6 +228,17 @@ class Cluster:
         if facts["JobState"] == "PENDING" and facts["EligibleTime"] > time.strftime("%Y-%m-%dT%H:%M:%S"):
             self._machine.run("scontrol", "update", f"JobId={job_id}", "StartTime=now")
             until(f"job {job_id} is no longer held back", lambda: self.job(job_id).get("Reason") != "BeginTime")
+
+    def _is_on_nodes(self, job_id: str) -> bool:
+        """Whether nodes that SLURM can reach still have steps of a job, those of SLURM itself included."""
+        states, title = self._node_states(), f"slurmstepd: [{job_id}."
+        reached = [found for node, found in self._machine.processes().items() if reachable(states[node])]
+        steps = [pid for found in reached for pid, name in found.items() if name == "slurmstepd"]
+        for pid in steps:
+            with contextlib.suppress(OSError):  # it ended meanwhile
+                if Path(f"/proc/{pid}/cmdline").read_text(errors="replace").startswith(title):
+                    return True
+        return False
 
     # -- nodes
 
