@@ -103,8 +103,10 @@ def doctor(
     show(doctors.look_here(Path.cwd(), print_note, will_be_proven=submits))
     if not any(map(doctors.is_silence, found)):
         request = Request(flags=resources, executor=executor, cluster=cluster, container=container, mounts=mounts)
+        here = len(found)
         show(container_checks.container_findings(request, Path.cwd(), print_note))
-        if submits:
+        # a container that fails here refuses the job with the same words
+        if submits and not has_failed(found[here:]):
             show(job_checks.findings_of_job(request, print_note))
     if as_json:
         print_json([finding.plain for finding in found])

@@ -233,7 +233,11 @@ def make(request: Request, cwd: Path, runs: Path, note: Note = quiet) -> Plan:
         python=sys.executable,
         submitted=records.now(),
     )
-    notes = (f"executor  {executor.name}: {resolved.described or why}", *resolved.notes)
+    notes = (
+        f"executor  {executor.name}: {resolved.described or why}",
+        *resolved.notes,
+        *destinations.notes(sinks, os.environ | chosen.environment),
+    )
     return Plan(spec, RunFolder(runs / spec.run), notes, chosen.snapshot_limit, chosen.gpu_memory)
 
 

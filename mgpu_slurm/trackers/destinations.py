@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
+import netrc
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -96,6 +98,34 @@ def check_shared(found: Iterable[Destination], is_this_machine: bool) -> None:
                 f"--sink {destination}: SQLite is not safe on a file system that several nodes share: name a server,"
                 " or send the run when it has ended with `export RUN --to mlflow=...`"
             )
+
+
+def notes(found: Iterable[Destination], environ: Mapping[str, str]) -> tuple[str, ...]:
+    """Return human-readable notes on trackers that will refuse what the run sends, as far as it shows now.
+
+    Args:
+        environ: the environment of the job; a cluster's `setup` may set more.
+    """
+    if all(each.tracker != WANDB for each in found) or _has_wandb_login(environ):
+        return ()
+    return ("note      W&B has no API key: run `wandb login`, or set WANDB_API_KEY or WANDB_MODE=offline",)
+
+
+def _has_wandb_login(environ: Mapping[str, str]) -> bool:
+    """Return whether W&B will find an API key, or needs none, without the second that its import takes."""
+    if environ.get("WANDB_MODE") in ("offline", "dryrun"):
+        return True
+    if environ.get("WANDB_API_KEY") or environ.get("WANDB_IDENTITY_TOKEN_FILE"):
+        return True
+    host = urlsplit(environ.get("WANDB_BASE_URL") or "https://api.wandb.ai").netloc
+    with suppress(OSError, netrc.NetrcParseError):
+        if netrc.netrc(Path(environ.get("NETRC") or "~/.netrc").expanduser()).authenticators(host) is not None:
+            return True
+    with suppress(OSError):
+        # it may have a key, or name another server
+        settings = (Path(environ.get("WANDB_CONFIG_DIR") or "~/.config/wandb").expanduser() / "settings").read_text()
+        return "api_key" in settings or "base_url" in settings
+    return False
 
 
 def _resolved(text: str, cwd: Path, project: str) -> Destination:

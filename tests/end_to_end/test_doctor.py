@@ -71,6 +71,13 @@ def test_several_clusters_without_containers_are_no_problem(bare: Project) -> No
     assert "container" not in by_check(json.loads(done.stdout))
 
 
+def test_container_that_fails_here_is_reported_once(bare: Project) -> None:
+    done = bare.call("doctor", "--submit", "--executor", "local", "--container", "none.sif")
+    assert done.returncode == 1, done.stdout
+    failed = [line for line in done.stdout.splitlines() if line.startswith("failed")]
+    assert failed == ["failed   container 'none.sif': there is no such file or folder: check the path"]
+
+
 def test_job_flags_are_refused_without_submit(bare: Project) -> None:
     done = bare.call("doctor", "--nodes", "3")
     assert (done.returncode, done.stdout) == (2, "")

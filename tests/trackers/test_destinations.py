@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from mgpu_slurm.core.errors import UserError
-from mgpu_slurm.trackers.destinations import Destination, check_shared, resolve
+from mgpu_slurm.trackers.destinations import Destination, check_shared, notes, resolve
 
 
 @pytest.fixture(autouse=True)
@@ -91,3 +91,39 @@ def test_sqlite_is_for_runs_of_this_machine() -> None:
     with pytest.raises(UserError, match=r"SQLite is not safe .*`export RUN --to mlflow=\.\.\.`"):
         check_shared(found, is_this_machine=False)
     check_shared(resolve(["mlflow=http://host", "wandb"], Path("/work"), "vision"), is_this_machine=False)
+
+
+def notes_with(tmp_path: Path, *sinks: str, **environ: str) -> tuple[str, ...]:
+    files = {"NETRC": str(tmp_path / "netrc"), "WANDB_CONFIG_DIR": str(tmp_path)}
+    return notes(resolve(sinks or ["wandb"], tmp_path, "vision"), files | environ)
+
+
+def test_run_without_a_key_for_wandb_is_told_so(tmp_path: Path) -> None:
+    (note,) = notes_with(tmp_path)
+    assert "W&B has no API key: run `wandb login`" in note
+    (tmp_path / "netrc").write_text("machine api.wandb.ai login user password key\n")
+    assert notes_with(tmp_path, WANDB_BASE_URL="https://wandb.lab.org")
+    assert notes_with(tmp_path, WANDB_MODE="online") == ()
+
+
+@pytest.mark.parametrize(
+    "environ", [{"WANDB_API_KEY": "key"}, {"WANDB_IDENTITY_TOKEN_FILE": "token"}, {"WANDB_MODE": "offline"}]
+)
+def test_variables_may_have_the_key_for_wandb_or_need_none(tmp_path: Path, environ: dict[str, str]) -> None:
+    assert notes_with(tmp_path, **environ) == ()
+
+
+def test_settings_of_wandb_may_have_its_key(tmp_path: Path) -> None:
+    (tmp_path / "settings").write_text("[default]\nentity = lab\n")
+    assert notes_with(tmp_path)
+    (tmp_path / "settings").write_text("[default]\napi_key = key\n")
+    assert notes_with(tmp_path) == ()
+
+
+def test_netrc_that_cannot_be_read_has_no_key(tmp_path: Path) -> None:
+    (tmp_path / "netrc").write_text("machine\n")
+    assert notes_with(tmp_path)
+
+
+def test_mlflow_needs_no_key(tmp_path: Path) -> None:
+    assert notes_with(tmp_path, "mlflow=http://host") == ()
