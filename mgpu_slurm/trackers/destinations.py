@@ -117,13 +117,16 @@ def _has_wandb_login(environ: Mapping[str, str]) -> bool:
         return True
     if environ.get("WANDB_API_KEY") or environ.get("WANDB_IDENTITY_TOKEN_FILE"):
         return True
-    host = urlsplit(environ.get("WANDB_BASE_URL") or "https://api.wandb.ai").netloc
-    with suppress(OSError, netrc.NetrcParseError):
-        if netrc.netrc(Path(environ.get("NETRC") or "~/.netrc").expanduser()).authenticators(host) is not None:
+    # W&B itself says what is wrong with an address or a file that cannot be read
+    with suppress(OSError, ValueError, netrc.NetrcParseError):
+        host = urlsplit(environ.get("WANDB_BASE_URL") or "https://api.wandb.ai").netloc
+        logins = netrc.netrc(os.path.expanduser(environ.get("NETRC") or "~/.netrc"))
+        if logins.authenticators(host) is not None:
             return True
     with suppress(OSError):
-        # it may have a key, or name another server
-        settings = (Path(environ.get("WANDB_CONFIG_DIR") or "~/.config/wandb").expanduser() / "settings").read_text()
+        folder = os.path.expanduser(environ.get("WANDB_CONFIG_DIR") or "~/.config/wandb")
+        # they may have a key, or name another server
+        settings = Path(folder, "settings").read_text(errors="replace")
         return "api_key" in settings or "base_url" in settings
     return False
 

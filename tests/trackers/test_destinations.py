@@ -120,9 +120,12 @@ def test_settings_of_wandb_may_have_its_key(tmp_path: Path) -> None:
     assert notes_with(tmp_path) == ()
 
 
-def test_netrc_that_cannot_be_read_has_no_key(tmp_path: Path) -> None:
-    (tmp_path / "netrc").write_text("machine\n")
+@pytest.mark.parametrize("content", [b"machine\n", b"machine \xff\xfe\x00"])
+def test_files_that_cannot_be_read_have_no_key(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "netrc").write_bytes(content)
+    (tmp_path / "settings").write_bytes(content)
     assert notes_with(tmp_path)
+    assert notes_with(tmp_path, WANDB_BASE_URL="http://[lab")
 
 
 def test_mlflow_needs_no_key(tmp_path: Path) -> None:
