@@ -17,6 +17,9 @@ from mgpu_slurm.core.errors import UserError, nearest
 MLFLOW, WANDB = "mlflow", "wandb"
 TRACKERS = (MLFLOW, WANDB)
 
+WANDB_OFFLINE = ("offline", "dryrun")
+"""Modes in which W&B writes to files only."""
+
 NONE = "none"
 """As the only sink of a call: no tracker, whatever the cluster file has."""
 
@@ -113,7 +116,7 @@ def notes(found: Iterable[Destination], environ: Mapping[str, str]) -> tuple[str
 
 def _has_wandb_login(environ: Mapping[str, str]) -> bool:
     """Return whether W&B will find an API key, or needs none, without the second that its import takes."""
-    if environ.get("WANDB_MODE") in ("offline", "dryrun"):
+    if environ.get("WANDB_MODE") in WANDB_OFFLINE:
         return True
     if environ.get("WANDB_API_KEY") or environ.get("WANDB_IDENTITY_TOKEN_FILE"):
         return True

@@ -13,6 +13,7 @@ from typing import Any
 from mgpu_slurm.core.formatting import counted
 from mgpu_slurm.run_folder.record_types import Report
 from mgpu_slurm.trackers.adapters.wandb_files import WandbFile
+from mgpu_slurm.trackers.destinations import WANDB_OFFLINE
 from mgpu_slurm.trackers.tracker import PROGRESS, Status, TrackedRun, Tracker
 
 FLUSH_SECONDS = 0.2
@@ -52,7 +53,7 @@ class WandbTracker(Tracker):
         self._run = run
         self._session: Any = None
         self._file: WandbFile | None = None
-        self._offline = wandb.setup().settings.mode in ("offline", "dryrun")
+        self._offline = wandb.setup().settings.mode in WANDB_OFFLINE
         self._last = self._last_step()
 
     @property
